@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING
 
-# First: where the sources are not compiled this says so, whatever else is missing there.
+# Imported first, so that in a tree without compiled modules the error says so, whatever else is missing there.
 from .rails import Flight, RailInfo
 
 # isort: split
@@ -50,7 +50,7 @@ __version__: str
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> str:
-        """Look up `__version__` in what is installed, once somebody asks: that takes longer than many an import."""
+        """Look up `__version__` in the installed metadata on first use, because that takes longer than many imports."""
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import metadata

@@ -1,7 +1,8 @@
 """The settings of an engine, and the only reader of AIOTE_* variables.
 
-An explicit value other than None wins over the environment, the environment over the default. A setting `name` has the
-variable AIOTE_<NAME>, one of `VerbsConfig` AIOTE_VERBS_<NAME>; only TLS contexts have none.
+An explicit value other than None takes precedence over the environment, and the environment over the default. A setting
+`name` has the variable AIOTE_<NAME>, and a setting of `VerbsConfig` has AIOTE_VERBS_<NAME>. Only TLS contexts have no
+variable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEARTBEAT_MS = (10, (1 << 32) - 1)
 
 
 def _as_switch(text: str) -> bool:
-    """Read on or off, true or false, 1 or 0. Raises ValueError."""
+    """Parse on or off, true or false, 1 or 0. Raises ValueError."""
     if text.lower() not in ("1", "on", "true", "0", "off", "false"):
         raise ValueError(text)
     return text.lower() in ("1", "on", "true")
@@ -43,7 +44,7 @@ EXPECTED: dict[Callable[[str], Any], str] = {
 
 
 def _setting(name: str, default: Any, parse: Callable[[str], Any] = str, **options: Any) -> Any:
-    """Make a field whose default is what its variable says, if that is set and not empty."""
+    """Make a field whose default is the value of its variable, if that is set and not empty."""
     variable = f"AIOTE_{name.upper()}"
 
     def read() -> Any:
@@ -60,11 +61,11 @@ def _setting(name: str, default: Any, parse: Callable[[str], Any] = str, **optio
 class VerbsConfig:
     """Settings of rails of provider "verbs"; the numbers are those of ibv_modify_qp(3).
 
-    gid_index: which GID of the port to speak from; without it RoCE v2 over IPv4 is preferred. pkey_index,
-    service_level, traffic_class: for the fabric's partitions and its quality of service. mtu: bytes of a packet at most
-    (0: what the port is set to). timeout: a packet without an answer is sent again after 4.096 us * 2 ** timeout;
-    retries: how often before the connection fails, from 0 to 7. srq_depth: immediates that can arrive between two
-    looks, from all peers of a port together.
+    gid_index: the index of the port's GID to use; without it RoCE v2 over IPv4 is preferred. pkey_index, service_level,
+    traffic_class: for the fabric's partitions and its quality of service. mtu: bytes of a packet at most (0: the port's
+    setting). timeout: a packet without an answer is sent again after 4.096 us * 2 ** timeout; retries: how often it is
+    sent again before the connection fails, from 0 to 7. srq_depth: immediates that can arrive between two polls, from
+    all peers of a port together.
     """
 
     gid_index: int | None = _setting("verbs_gid_index", None, int)
@@ -77,7 +78,7 @@ class VerbsConfig:
     srq_depth: int = _setting("verbs_srq_depth", 2048, int)
 
     def __post_init__(self) -> None:
-        """Check everything. Raises UsageError."""
+        """Check all settings. Raises UsageError."""
         _fill(self)
         limits = {
             "pkey_index": (0, 65535),
@@ -95,7 +96,7 @@ class VerbsConfig:
 
     @property
     def settings(self) -> dict[str, int]:
-        """Those that have a value, by their names."""
+        """The settings that have a value, by their names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -104,24 +105,24 @@ class EngineConfig:
     """Settings of one engine; times in seconds, sizes in bytes.
 
     cluster_key: the secret that all engines of a cluster share, at least 16 bytes; without it an engine listens on
-    loopback only. host, port: where the control connection listens (port 0: any free one). identity: 16 bytes that name
-    the engine over restarts (in its variable hexadecimal); random by default. ssl_server, ssl_client: TLS for the
-    control connection. progress: "adaptive" (on the event loop) or "thread" (a native thread, pinned to the processor
-    thread_cpu if that is not -1). spin_us: how long to spin after the last thing that happened before sleeping.
-    message_bytes, message_pool: the largest message taken, and how many of each peer are held before its sender waits.
-    heartbeat_interval, heartbeat_timeout: how often peers tell that they live (10 ms at least), and after how much
-    silence they are lost. connect_timeout: how long making a connection may take, from the first packet until transfers
-    may flow, on either side. drain_timeout: how long a cancelled transfer may take to leave the NIC before its
-    connection is torn down. stripe_bytes: no stripe is made smaller than this for the sake of spreading over rails.
-    largest_message: transfers are split in pieces of at most this, so that a cancelled one has little to wait for (0:
-    the provider's own limit). ring_bytes: what may be between two processes of one host, each way, before the sender
-    waits. max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room
-    and `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next
-    stripe or page: "earliest-finish" (the one expected to carry it first) or "round-robin". status_page: whether `aiote
-    top` of the same user sees the engine. verbs: settings of rails that libibverbs drives.
-    libfabric: path of libfabric.so.1. libcuda: path of libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when
-    their memory is registered first. gpu_sharing: whether processes of this host that have the cluster key may open
-    allocations in which memory of a GPU is registered, and ours theirs.
+    loopback only. host, port: where the control connection listens (port 0: any free one). identity: 16 bytes that
+    identify the engine across restarts (hexadecimal in the variable); random by default. ssl_server, ssl_client: TLS
+    for the control connection. progress: "adaptive" (on the event loop) or "thread" (a native thread, pinned to the
+    processor thread_cpu if that is not -1). spin_us: how long to spin after the last event before sleeping.
+    message_bytes, message_pool: the largest message accepted, and how many of each peer are buffered before its sender
+    waits. heartbeat_interval, heartbeat_timeout: how often peers send heartbeats (10 ms at least), and after how much
+    silence a peer is lost. connect_timeout: how long connecting may take, from the first packet until transfers may
+    flow, on either side. drain_timeout: how long a cancelled transfer may take to leave the NIC before its connection
+    is torn down. stripe_bytes: spreading over rails makes no stripe smaller than this. largest_message: transfers are
+    split into pieces of at most this size, so that a cancelled one drains quickly (0: the provider's own limit).
+    ring_bytes: bytes in flight between two processes of one host, each way, before the sender waits. max_transfers:
+    unfinished transfers toward one peer; beyond that, awaited verbs wait for room and `submit_` forms raise QueueFull.
+    max_counters: immediates in use at once. schedule: which rail gets the next stripe or page: "earliest-finish" (the
+    rail expected to carry it first) or "round-robin". status_page: whether `aiote top` of the same user sees the
+    engine. verbs: settings of rails that libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of
+    libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when GPU memory is first registered. gpu_sharing: whether
+    processes of this host that have the cluster key may open allocations of registered GPU memory, and this engine
+    theirs.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
@@ -153,7 +154,7 @@ class EngineConfig:
 
     @property
     def of_rail_set(self) -> dict[str, Any]:
-        """What rails and native core are opened with."""
+        """The arguments that rails and native core are opened with."""
         return {
             "library": self.libfabric,
             "cuda": self.libcuda,
@@ -171,7 +172,7 @@ class EngineConfig:
         }
 
     def __post_init__(self) -> None:
-        """Check everything. Raises UsageError."""
+        """Check all settings. Raises UsageError."""
         _fill(self)
         for name in ("cluster_key", "identity"):
             if not isinstance(getattr(self, name), bytes | None):
@@ -231,7 +232,7 @@ class EngineConfig:
 
 
 def _fill(settings: EngineConfig | VerbsConfig) -> None:
-    """Take None for what is not given: callers have it from their own options."""
+    """Replace None by the default, because callers pass None for options of their own that are not given."""
     for each in fields(settings):
         if getattr(settings, each.name) is None and each.default_factory is not MISSING:
             object.__setattr__(settings, each.name, each.default_factory())
@@ -248,11 +249,12 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        # A name may resolve to anything, however it begins; this one is taken for 127.0.0.1 without asking.
+        # A name may resolve to any address, whatever its beginning. Only "localhost" counts as loopback without
+        # resolution.
         return host == "localhost"
 
 
 def variables_set() -> dict[str, str]:
-    """Return the variables of aiote that are set, for a report that others read: of a key only that there is one."""
+    """Return the aiote variables that are set. Others read the report of them, so the value of a key is left out."""
     names = sorted(name for name in os.environ if name.startswith("AIOTE_"))
     return {name: "(not told)" if "KEY" in name else os.environ[name] for name in names}

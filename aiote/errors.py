@@ -1,20 +1,21 @@
 """The errors that aiote raises, on one page.
 
-Each type answers one question: whose fault was it, and what can be done.
+Each type tells which side caused the error, and so how to handle it.
 
-* `UsageError`: the caller's. The arguments were wrong; nothing was started, nothing changed.
-* `ClosedError`: the caller's or nobody's. The engine, region, counter or peer was closed, before or meanwhile.
-* `FabricError`: the provider's. A call into libfabric or the kernel failed; `errno`, `operation` and `rail` say
+* `UsageError`: the caller. The arguments were wrong; the call started nothing and changed nothing.
+* `ClosedError`: the caller, or neither side. The engine, region, counter or peer was closed, before the call or during
+it.
+* `FabricError`: the provider. A call into libfabric or the kernel failed; `errno`, `operation` and `rail` say
 which.
-* `PeerError`: the other side's, or the network's; `reason` says what happened. `PeerLostError`: a peer that was
-connected died, restarted, left or fell silent. `ConnectTimeoutError`: it did not answer in time. `PeerRefusedError`: it
-answered, and wants no connection. `AuthenticationError`: one side has another cluster key, or none.
-* `LeaseRevokedError`: the other side's right. It has taken back the memory that it had lent.
-* `QueueFull`: nobody's. As many transfers as the config admits are unfinished; nothing was started.
-* `TransferError`: one transfer's. It names the transfer and what became of its bytes; the cause is chained.
+* `PeerError`: the other side, or the network; `reason` says what happened. `PeerLostError`: a connected peer died,
+restarted, left or fell silent. `ConnectTimeoutError`: the peer did not answer in time. `PeerRefusedError`: it
+answered, but refused the connection. `AuthenticationError`: one side has another cluster key, or none.
+* `LeaseRevokedError`: the other side, by right. It has revoked the lease of its memory.
+* `QueueFull`: neither side. The config's limit of unfinished transfers is reached; the call started nothing.
+* `TransferError`: one transfer ended. The error names the transfer and the state of its bytes; the cause is chained.
 
-Cancellation is not an error and is never wrapped: `asyncio.CancelledError` and `trio.Cancelled` pass through as they
-are. Errors can be pickled and copied: the copy has the same text and attributes, but no `transfer`.
+Cancellation is not an error and is never wrapped: `asyncio.CancelledError` and `trio.Cancelled` pass through
+unchanged. Errors can be pickled and copied: the copy has the same text and attributes, but no `transfer`.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ __all__ = [
 
 
 class AioteError(Exception):
-    """Base of everything that aiote raises on purpose."""
+    """Base of every error that aiote raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__.copy())
 
 
 def _restored(kind: type[AioteError], args: tuple[Any, ...], attributes: dict[str, Any]) -> AioteError:
-    """Make an error as it was pickled; its constructor may want other arguments than those that it keeps."""
+    """Rebuild a pickled error, because its constructor may take other arguments than the stored ones."""
     error = kind.__new__(kind)
-    # Not by the constructor: it would put the text together once more. OSError reads its number and text here.
+    # Do not call the constructor: it would compose the text again. OSError takes its number and text from the
+    # arguments.
     super(AioteError, error).__init__(*args)
     error.args = args
     error.__dict__.update(attributes)
@@ -56,18 +58,18 @@ def _restored(kind: type[AioteError], args: tuple[Any, ...], attributes: dict[st
 
 
 class UsageError(AioteError, ValueError):
-    """An argument was wrong: the message says what came, what was expected and what to do."""
+    """An argument was wrong: the message states the given value, the expected one and a remedy."""
 
 
 class ClosedError(AioteError):
-    """The object was closed before the call, or while it was waiting."""
+    """The object was closed before the call, or during its wait."""
 
 
 class FabricError(AioteError, OSError):
     """A call into the provider failed.
 
     `errno` is the positive error number (libfabric's own numbers start at 256), `operation` the call that failed,
-    `rail` the rail's name or an empty string where no rail was open yet.
+    `rail` the rail's name or an empty string if no rail was open yet.
     """
 
     def __init__(self, errno: int, message: str, *, operation: str, rail: str = "") -> None:
@@ -83,8 +85,8 @@ class FabricError(AioteError, OSError):
 class PeerError(AioteError):
     """The peer refused, died, restarted or fell silent.
 
-    `peer` is the peer's address as text, `reason` what happened, `operation` what was asked of it, or an empty
-    string where that was to connect.
+    `peer` is the peer's address as text, `reason` what happened, `operation` the failed operation, or an empty string
+    for connecting.
     """
 
     def __init__(self, peer: str, reason: str, *, operation: str = "") -> None:
@@ -95,7 +97,7 @@ class PeerError(AioteError):
 
 
 class PeerLostError(PeerError):
-    """A peer that was connected died, restarted, said goodbye or fell silent."""
+    """A connected peer died, restarted, said goodbye or fell silent."""
 
 
 class ConnectTimeoutError(PeerError, TimeoutError):
@@ -103,7 +105,7 @@ class ConnectTimeoutError(PeerError, TimeoutError):
 
 
 class PeerRefusedError(PeerError):
-    """The peer answered, and no connection came of it: nobody listens there, or the two do not fit together."""
+    """The peer's host answered without a connection: no engine listens there, or the two are incompatible."""
 
 
 class AuthenticationError(PeerRefusedError):
@@ -111,7 +113,7 @@ class AuthenticationError(PeerRefusedError):
 
 
 class LeaseRevokedError(PeerError):
-    """The peer has taken back the lease that a transfer went through, before it or meanwhile."""
+    """The peer revoked the lease that a transfer used, before the transfer or during it."""
 
 
 class QueueFull(AioteError):
@@ -121,9 +123,9 @@ class QueueFull(AioteError):
 class TransferError(AioteError):
     """A transfer ended without completing.
 
-    `transfer` is the transfer, `cause` what ended it (also chained as `__cause__`). Of its `total_bytes`
-    `confirmed_bytes` have arrived, the others may have or not; `confirmed` tells whether it is certain that from now on
-    no more of them can. The local buffer is out of use in every case.
+    `transfer` is the transfer, `cause` the error that ended it (also chained as `__cause__`). Of its `total_bytes`,
+    `confirmed_bytes` have arrived; the others may have arrived or not. `confirmed` tells whether it is certain that no
+    more of them can arrive from now on. The local buffer is out of use in every case.
     """
 
     def __init__(
@@ -144,5 +146,5 @@ class TransferError(AioteError):
         self.total_bytes = total_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A transfer is its engine's; its text is in the message.
+        # A transfer belongs to its engine and cannot be copied; the message contains its text.
         return _restored, (type(self), self.args, {**self.__dict__, "transfer": None})

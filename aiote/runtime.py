@@ -1,7 +1,7 @@
-"""What every part of an engine stands on: its event loop, settings, rails with the native core, and whether it is open.
+"""The base of every part of an engine: its event loop, settings, rails with the native core, and its open state.
 
-A `Runtime` knows no transfer and no peer. The parts above share one, and reach each other through it alone where they
-have to: they spawn tasks, emit events, ask for progress and refuse work once the engine is closed.
+A `Runtime` must not know transfers or peers. The parts above share one `Runtime`, and reach each other only through it.
+With it they spawn tasks, emit events, ask for progress, and refuse work once the engine is closed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def next_incarnation() -> int:
-    """Return the number of a new life: higher than those before, for it is the time in nanoseconds since 1970."""
+    """Return the number of a new incarnation, larger than all before: the time in nanoseconds since 1970."""
     global _last_incarnation
     _last_incarnation = max(_last_incarnation + 1, time.time_ns())
     return _last_incarnation
 
 
 class Runtime:
-    """The ground of one engine. Opening it opens the rails; nothing makes progress before `start`."""
+    """The state that all parts of one engine share. Opening it opens the rails; progress begins with `start`."""
 
     def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
         """Open the rails and the native core, or nothing. Raises FabricError and UsageError."""
@@ -56,21 +56,21 @@ class Runtime:
         self.events = Events()
         self.heartbeats_sent = self.heartbeats_heard = 0
         self.waiters: set[Waiter] = set()
-        """Tasks that the end of the engine wakes, whatever they wait for."""
+        """The waiters that the close of the engine wakes, whatever they wait for."""
         self.owner: object = None
-        """What has to live for as long as the event loop watches the core."""
+        """An object that must live for as long as the event loop watches the core."""
         self.sources: dict[SourceRange, set[tuple[bytes, int]]] = {}
-        """Which lives of which engines count on immediates in a row, over connections that they make later, too."""
+        """The incarnations of engines that may count on a range of immediates, also over later connections."""
         self._tasks: dict[LoopTask, None] = {}
         self._enough_tasks = 0
         self._driver: Driver | None = None
         self.kick: Callable[[], None] = lambda: None
-        """Have the event loop make progress soon."""
+        """Make the event loop progress the core soon."""
         self._epoch = _forks
         self._closing = False
         host, self.host_id = bind_host(config), host_identity()
         identity = config.identity or secrets.token_bytes(16)
-        # Its port is known when the engine listens.
+        # The port is known when the engine listens.
         self.address = Address(host, config.port or 1, identity, next_incarnation())
         self.rail_set = RailSet(provider, rails, host=host, spare=True, **config.of_rail_set)
         assert self.rail_set.core is not None
@@ -78,7 +78,7 @@ class Runtime:
         self.core.own_loop = self.loop.own
 
     def start(self, on_round: Callable[[list[PeerLink]], list[Waiter]]) -> None:
-        """Have the event loop make progress; `on_round` hears of the peers that failed, after each collection."""
+        """Start progress on the event loop; `on_round` gets the peers that failed, after each collection."""
         self._driver = Driver(self.loop, self.core, on_round)
         self.kick = self._driver.kick
 
@@ -86,7 +86,7 @@ class Runtime:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is the child of a fork, and the engine its parent's."""
+        """Whether this process is a forked child, so that the engine belongs to its parent."""
         return self._epoch != _forks
 
     @property
@@ -95,7 +95,7 @@ class Runtime:
         return self._closing
 
     def require_here(self) -> None:
-        """Raise UsageError outside of the engine's own event loop, and in a child of a fork."""
+        """Raise UsageError outside of the engine's own event loop, and in a forked child."""
         if self.inherited:
             raise UsageError("this engine belongs to the parent process: open one of the child's own after a fork")
         self.loop.require_here()
@@ -107,42 +107,42 @@ class Runtime:
             raise ClosedError("the engine is closed")
 
     def begin_close(self) -> bool:
-        """Refuse work from now on; False when that was said before."""
+        """Refuse work from now on; return False if the close had already begun."""
         first = not self._closing
         self._closing = True
         self.core.closing = True
         return first
 
-    # What the parts share.
+    # Shared by the parts.
 
     def spawn(self, function: object, *args: object, name: str) -> None:
-        """Run a coroutine function as a task of the engine, which its end cancels."""
+        """Run a coroutine function as a task of the engine, which is cancelled when the engine closes."""
         if len(self._tasks) >= self._enough_tasks:
-            # Not each time: a thousand leases that end at once have a task each.
+            # Prune only now and then, because a thousand leases that end at once have a task each.
             self._tasks = {task: None for task in self._tasks if not task.ended}
             self._enough_tasks = 2 * len(self._tasks) + 1
         self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
 
     def add_source(self, source_range: SourceRange, key: tuple[bytes, int]) -> None:
-        """Let one life of an engine count on immediates, over the links that it has and will have."""
+        """Let an engine's incarnation count on a range of immediates, over its present and future links."""
         self.sources.setdefault(source_range, set()).add(key)
         for link in self.core.peers:
-            # Its session, and not its connection: a link that is being joined has none yet.
+            # Use the session (`tag`) and not the connection, because a link that is being joined has no connection yet.
             if getattr(link.tag, "who", None) == key:
                 source_range.allow(link)
 
     def admit_source(self, key: tuple[bytes, int], link: PeerLink) -> None:
-        """Let one life of an engine count over a new link where it may; before anything comes over that."""
+        """Let an incarnation count over a new link on its ranges, before any immediate arrives over the link."""
         for source_range, keys in self.sources.items():
             if key in keys:
                 source_range.allow(link)
 
     def rail_name(self, rail: int) -> str:
-        """Name a rail by its index; an empty string when there is none."""
+        """Return the name of a rail by its index, or an empty string if there is none."""
         return self.rail_set.rails[rail].name if 0 <= rail < len(self.rail_set.rails) else ""
 
     def rail_index(self, rail: str | int) -> int:
-        """Return the position of a rail. Raises UsageError where there is none of that name or number."""
+        """Return the position of a rail. Raises UsageError if no rail has that name or number."""
         names = [one.name for one in self.rail_set.rails]
         position = names.index(rail) if rail in names else rail
         if isinstance(position, int) and 0 <= position < len(names):
@@ -150,7 +150,7 @@ class Runtime:
         raise UsageError(f"rail={rail!r}: expected one of {', '.join(names)}, or a number from 0 to {len(names) - 1}")
 
     def counted(self) -> dict[str, object]:
-        """Return what is counted outside of the native core."""
+        """Return the counts that are kept outside of the native core."""
         return {
             "heartbeats_sent": self.heartbeats_sent,
             "heartbeats_heard": self.heartbeats_heard,
@@ -159,7 +159,7 @@ class Runtime:
         }
 
     def time_rails(self, every: int) -> None:
-        """Take the time of one work request in `every`; see `Engine.time_rails`."""
+        """Measure the time of one work request in `every`; see `Engine.time_rails`."""
         self.require_open()
         if not isinstance(every, int) or not 0 <= every < 1 << 32:
             raise UsageError(f"every={every!r}: expected 1 (each work request) or more, or 0 for none")
@@ -179,17 +179,17 @@ class Runtime:
         self._tasks.clear()
 
     async def stop(self) -> None:
-        """Make progress no longer."""
+        """Stop making progress."""
         if self._driver is not None:
             await self._driver.stop()
 
     def detach(self) -> None:
-        """Make progress no longer, without waiting for a task."""
+        """Stop making progress, without waiting for a task."""
         if self._driver is not None:
             self._driver.detach()
 
     def close(self) -> None:
-        """Close core and rails, and wake who waits; links and regions are closed before. Idempotent."""
+        """Close core and rails, and wake all waiters; the caller has closed links and regions before. Idempotent."""
         self.rail_set.close()
         for waiter in tuple(self.waiters):
             wake(waiter)

@@ -1,7 +1,7 @@
-# Borrowed memory for other native modules: numbers below may be read without the GIL for as long as the Buffer is held.
+# Borrowed memory, for other native modules: they may read the numbers below without the GIL while the Buffer is held.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
-# The structures of dlpack.h, names as upstream has them: https://dmlc.github.io/dlpack/latest/c_api.html
+# The structures of dlpack.h, with upstream's names: https://dmlc.github.io/dlpack/latest/c_api.html
 ctypedef struct DLPackVersion:
     uint32_t major
     uint32_t minor
@@ -45,7 +45,7 @@ cdef class Buffer:
     cdef readonly int device_id
     cdef readonly str device
     cdef readonly str source
-    cdef int device_type  # DLPack's number of `device`, for code without the GIL
+    cdef int device_type  # DLPack's number for `device`, for code that runs without the GIL
     cdef str _lender
     cdef object _owner
     cdef Py_buffer _view

@@ -1,11 +1,11 @@
 # cython: auto_pickle=False
-"""Borrowed memory: one flat run of bytes, whoever lends it.
+"""Borrowed memory: one flat run of bytes, from any lender.
 
-`acquire(obj)` asks an object for its memory and returns a `Buffer`: an address, a length, and what kind of memory it
-is. The Buffer keeps the lender alive *and exported* (a bytearray cannot be resized, an mmap cannot be closed, a tensor
-cannot be freed) until `release()`. It knows nothing of registration, of rails or of what the bytes mean.
+`acquire(obj)` asks an object for its memory and returns a `Buffer`: an address, a length, and the kind of memory. The
+Buffer keeps the lender alive *and exported* (a bytearray cannot be resized, an mmap cannot be closed, a tensor cannot
+be freed) until `release()`. This module must not know of registration, of rails or of the meaning of the bytes.
 
-Three protocols are asked, in this order:
+`acquire` asks by three protocols, in this order:
 
 | protocol                   | memory    | what is held until release    | specified by                              |
 |----------------------------|-----------|-------------------------------|-------------------------------------------|
@@ -13,14 +13,14 @@ Three protocols are asked, in this order:
 | buffer protocol            | host      | the `Py_buffer`               | PEP 3118                                  |
 | `__dlpack__`               | host, GPU | the tensor, until its deleter | DLPack 0.x (unversioned) and 1.x          |
 
-A lender that refuses one protocol (a dtype that it has no name for, say) is asked by the next; only when it refuses all
-that it has is that an error, which carries what the lender said.
+If a lender refuses one protocol (because the protocol has no name for its dtype, say), `acquire` asks by the next one.
+It raises an error, with the lender's reasons, only when the lender refuses every protocol that it has.
 
-Whatever a lender says is checked before it is believed: these numbers end up in a NIC's page table. An address and a
-length are all that is taken; no byte is read, so no stream is synchronised. Kernels that write the memory must be
-finished, or ordered by the caller, before a transfer that reads it is submitted.
+`acquire` checks whatever a lender says before it believes it, because these numbers end up in a NIC's page table. It
+takes an address and a length alone; it reads no byte, so it synchronises no stream. Kernels that write the memory must
+be finished, or ordered by the caller, before the caller submits a transfer that reads it.
 
-Memory is flat: an array counts as contiguous in C or in Fortran order, and is then its bytes in the order of memory.
+Memory is flat: an array counts as contiguous in C or in Fortran order, and stands for its bytes in the order of memory.
 """
 cimport cython
 from cpython.buffer cimport (
@@ -54,10 +54,10 @@ cdef enum:
     DL_CUDA = 2
     DL_CUDA_HOST = 3
 
-# DLDeviceType: only memory that is reached by an address; OpenCL and Vulkan hand out handles.
+# DLDeviceType, without the devices whose memory has no address: OpenCL and Vulkan hand out handles.
 cdef dict DEVICES = {1: "cpu", 2: "cuda", 3: "cuda_host", 10: "rocm", 13: "cuda_managed"}
 
-# The kinds whose number is a count of whole bytes: not t (bits), U (characters of four bytes) or O (pointers).
+# The kinds whose number counts whole bytes: not t (bits), U (characters of four bytes) or O (pointers).
 cdef object TYPESTR = re.compile(r"[<>|=][biufcmMSV]([0-9]{1,18})(?:\[[^\]]*\])?")
 
 cdef str ACCEPTED = (
@@ -73,7 +73,7 @@ cdef class Buffer:
 
     `nbytes` is the length and `itemsize` an element's size, in bytes. `device` is "cpu", "cuda", "cuda_host",
     "cuda_managed" or "rocm"; `device_id` is -1 where the lender does not say which device it is. `source` is the
-    protocol that lent it: "buffer", "dlpack" or "cuda_array_interface". Once released, `address` and `nbytes` are 0.
+    protocol that was used: "buffer", "dlpack" or "cuda_array_interface". Once released, `address` and `nbytes` are 0.
     """
 
     def __cinit__(self):
@@ -95,7 +95,9 @@ cdef class Buffer:
         return f"<Buffer of {self._lender}, {self.nbytes} bytes {access}, {where}>"
 
     cdef int lend(self, Py_buffer* view, object exporter, uint64_t start, uint64_t nbytes, int flags) except -1:
-        """Fill a view of some bytes; until `take_back` a release is put off."""
+        """Fill a view of some bytes. A release then waits until `take_back` has returned every view. Raises BufferError
+        for memory that was released, and for memory of a device.
+        """
         if self._dropped or self.address == 0:
             raise BufferError("the memory was released")
         if self.device_type not in (DL_CPU, DL_CUDA_HOST):
@@ -105,14 +107,14 @@ cdef class Buffer:
         return 0
 
     cdef int take_back(self) except -1:
-        """Take note that a view has gone, and do what was put off."""
+        """Record that a view has gone, and carry out a release that waited for it."""
         self._views -= 1
         if self._views == 0 and self._dropped:
             self.give_back()
         return 0
 
     cpdef release(self):
-        """Give the memory back to its lender, once no view of it is left; calling it again does nothing."""
+        """Give the memory back to its lender, once no view of it is left. Idempotent."""
         self._dropped = True
         if self._views == 0:
             self.give_back()
@@ -121,7 +123,7 @@ cdef class Buffer:
         cdef DLManagedTensor* tensor = self._tensor
         cdef DLManagedTensorVersioned* versioned = self._versioned
         cdef bint viewed = self._viewed
-        # Emptied first: a lender's release hook runs foreign code, which may come back here.
+        # Emptied first, because a lender's release hook runs foreign code, which may come back here.
         self._tensor = NULL
         self._versioned = NULL
         self._viewed = False
@@ -140,10 +142,10 @@ cdef class Buffer:
 cpdef Buffer acquire(object obj):
     """Borrow the memory of an object and return it as a Buffer.
 
-    The Buffer owns what the protocol hands out and gives it back on release. Memory that can be had writable is.
-    Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as it is (empty,
-    not contiguous, elements of odd bits or that are pointers, a mask), BufferError for a lender that refuses or
-    contradicts itself.
+    The Buffer owns what the protocol hands out and gives it back on release. It is writable where the lender can lend
+    the memory so. Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as
+    it is (it is empty, not contiguous, has a NumPy mask, or its elements are pointers or not whole bytes), BufferError
+    for a lender that refuses, contradicts itself or has a mask on a GPU array.
     """
     cdef list refusals = []
     cdef Buffer buffer = _from_cuda(obj, refusals)
@@ -162,7 +164,9 @@ cpdef Buffer acquire(object obj):
 
 
 cpdef Buffer section(Buffer whole, uint64_t start, uint64_t stop):
-    """Return bytes `start` to `stop` of a Buffer as a Buffer of their own, which keeps that one alive."""
+    """Return bytes `start` to `stop` of a Buffer as a Buffer of their own, which keeps the whole one alive. Raises
+    ValueError for a range outside of it.
+    """
     cdef Buffer part = _blank(whole, whole.source)
     if not start <= stop <= whole.nbytes:
         raise ValueError(f"bytes {start} to {stop} of a buffer of {whole.nbytes}")
@@ -190,11 +194,11 @@ cdef Buffer _blank(object obj, str source):
     return buffer
 
 
-# -- what every protocol has in common: shape, strides, size, address
+# -- shared by all protocols: shape, strides, size, address
 
 
 cdef bint _is_dense(int ndim, const int64_t* shape, const int64_t* strides, int64_t unit, bint fortran) noexcept:
-    """Tell whether the strides (in multiples of `unit` for one element) leave no gap in C or in Fortran order."""
+    """Return whether the strides (in multiples of `unit` for one element) leave no gap in C or in Fortran order."""
     cdef int64_t expected = unit
     cdef int step, axis
     for step in range(ndim):
@@ -209,10 +213,10 @@ cdef bint _is_dense(int ndim, const int64_t* shape, const int64_t* strides, int6
 cdef int64_t _measure(
     str what, int ndim, const int64_t* shape, const int64_t* strides, int64_t itemsize, int64_t unit
 ) except -1:
-    """Return the bytes of an array, having checked that it is whole, not empty and contiguous.
+    """Check that an array is well-formed, not empty and contiguous, and return its length in bytes.
 
-    `unit` is the stride of one element: `itemsize` where strides are in bytes, 1 where they are in elements. Strides of
-    NULL mean C order.
+    `unit` is the stride of one element: `itemsize` where strides are in bytes, 1 where they are in elements. `strides`
+    NULL means C order. Raises BufferError for a malformed array, ValueError for one that is empty or not contiguous.
     """
     cdef int64_t nbytes = itemsize
     cdef bint empty = False
@@ -240,12 +244,12 @@ cdef int64_t _measure(
 
 
 cdef tuple _listed(int ndim, const int64_t* values):
-    """Return C integers as a tuple, for a message."""
+    """Return C integers as a tuple, to put it in an error message."""
     return tuple([values[axis] for axis in range(ndim)])
 
 
 cdef int _locate(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_t nbytes) except -1:
-    """Set the address and the length, having checked that they name memory."""
+    """Set the address and the length, after a check that they name memory. Raises BufferError."""
     if data == 0:
         raise BufferError(f"{what} is malformed: a null pointer for {nbytes} bytes")
     if offset > UINT64_MAX - data or <uint64_t> nbytes > UINT64_MAX - (data + offset):
@@ -261,7 +265,7 @@ cdef int _locate(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_
 
 
 cdef Buffer _from_cuda(object obj, list refusals):
-    """Return a Buffer over GPU memory, or None where the object does not offer the interface or refuses it."""
+    """Return a Buffer over GPU memory, or None where the object has no such interface or refuses it."""
     cdef int64_t shape[MAX_NDIM]
     cdef int64_t strides[MAX_NDIM]
     cdef bint strided
@@ -288,7 +292,7 @@ cdef Buffer _from_cuda(object obj, list refusals):
 
 
 cdef uint64_t _cuda_header(Buffer buffer, str what, object interface) except? 0:
-    """Check everything of the interface but its extent, set itemsize and readonly, return the pointer."""
+    """Check everything in the interface except its extent, set itemsize and readonly, and return the pointer."""
     if not isinstance(interface, dict):
         raise BufferError(f"{what} is malformed: it is {_name(interface)}, expected a dict")
     missing = [key for key in ("version", "shape", "typestr", "data") if key not in interface]
@@ -317,7 +321,7 @@ cdef uint64_t _cuda_header(Buffer buffer, str what, object interface) except? 0:
 
 
 cdef int _integers(str what, object values, int64_t* out) except -1:
-    """Copy a tuple of integers into an array of MAX_NDIM and return how many they are."""
+    """Copy a tuple of integers into an array of MAX_NDIM and return how many there are."""
     cdef int count = 0
     if not isinstance(values, (tuple, list)) or len(values) > MAX_NDIM:
         raise BufferError(f"{what} is {values!r}, expected a tuple of at most {MAX_NDIM} integers")
@@ -331,14 +335,14 @@ cdef int _integers(str what, object values, int64_t* out) except -1:
 
 
 cdef int _cuda_device(Buffer buffer, object obj) except -1:
-    """Set the device: the interface does not say which, but most of those who have it also speak DLPack."""
+    """Set the device. The interface does not say which it is, but most objects that have it also speak DLPack."""
     buffer.device_type = DL_CUDA
     buffer.device_id = -1
     try:
         kind, ident = obj.__dlpack_device__()
         if kind != DL_CPU and int(kind) in DEVICES:
             buffer.device_type, buffer.device_id = int(kind), int(ident)
-    except Exception:  # a hint that could not be had leaves "cuda" and -1
+    except Exception:  # without that hint the device stays "cuda" and -1
         pass
     buffer.device = DEVICES[buffer.device_type]
     return 0
@@ -361,7 +365,7 @@ cdef Buffer _from_view(object obj, list refusals):
     except Exception as error:
         refusals.append(("buffer protocol", error))
         return None
-    buffer._viewed = True  # from here on it goes back with the Buffer, even if a check fails
+    buffer._viewed = True  # from here on the view goes back with the Buffer, even if a check fails
     check_elements(obj, None if view.format == NULL else view.format.decode("utf-8", "replace"))
     what = f"the buffer of {buffer._lender}"
     if view.len < 0 or view.itemsize < 0 or view.ndim < 0 or view.ndim > MAX_NDIM:
@@ -388,8 +392,8 @@ cdef Buffer _from_view(object obj, list refusals):
 cdef Buffer _from_dlpack(object obj, list refusals):
     """Return a Buffer over a managed tensor, or None where the object has no such protocol or refuses it.
 
-    The tensor is claimed before anything of it is checked: what fails a check goes back with the Buffer, whose
-    __dealloc__ calls the deleter with the exception put aside.
+    The Buffer claims the tensor before anything of it is checked. If a check fails, the tensor goes back with the
+    Buffer, whose __dealloc__ calls the deleter with the exception put aside.
     """
     cdef Buffer buffer
     cdef str what
@@ -405,7 +409,7 @@ cdef Buffer _from_dlpack(object obj, list refusals):
         return None
     said = repr(capsule)
     claimed = _claim(buffer, capsule)
-    capsule = None  # dropped here, as no exception is set: its destructor may be Python
+    capsule = None  # dropped here, while no exception is set, because its destructor may be Python
     if not claimed:
         raise BufferError(
             f"{what} is malformed: __dlpack__ returned {said}, expected a fresh capsule named dltensor or "
@@ -414,14 +418,14 @@ cdef Buffer _from_dlpack(object obj, list refusals):
     if buffer._tensor != NULL:
         _take_tensor(buffer, what, &buffer._tensor.dl_tensor, 0)
         return buffer
-    if buffer._versioned.version.major != 1:  # nothing but the deleter has a known place
+    if buffer._versioned.version.major != 1:  # then only the deleter has a known place
         raise BufferError(f"{what} has DLPack version {buffer._versioned.version.major}, expected 1")
     _take_tensor(buffer, what, &buffer._versioned.dl_tensor, buffer._versioned.flags)
     return buffer
 
 
 cdef bint _claim(Buffer buffer, object capsule) except -1:
-    """Make the capsule's tensor the Buffer's and rename the capsule; tell whether there was one to take."""
+    """Take the capsule's tensor into the Buffer and rename the capsule; return whether there was one to take."""
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         buffer._versioned = <DLManagedTensorVersioned*> PyCapsule_GetPointer(capsule, "dltensor_versioned")
         PyCapsule_SetName(capsule, "used_dltensor_versioned")
@@ -434,7 +438,9 @@ cdef bint _claim(Buffer buffer, object capsule) except -1:
 
 
 cdef int _dlpack_device(str what, object obj) except -1:
-    """Return the kind of device. One of which no address can be had is refused before anything is exported."""
+    """Return the kind of device. Raises BufferError, before anything is exported, if memory of that kind has no
+    address.
+    """
     try:
         kind, _ = obj.__dlpack_device__()
         known = int(kind) in DEVICES
@@ -449,15 +455,15 @@ cdef int _dlpack_device(str what, object obj) except -1:
 
 
 cdef object _dlpack_capsule(object obj, int kind):
-    """Return the lender's capsule, versioned where it can.
+    """Return the lender's capsule, versioned where the lender can do that.
 
-    Of what is not the host's no order with any stream is asked for (-1), since nothing is read here. Without an
-    argument it would be ordered with the legacy default stream, which breaks the capture of a graph.
+    For memory that is not the host's, -1 asks for no order with any stream, because nothing is read here. Without an
+    argument the lender would order it with the legacy default stream, which breaks the capture of a graph.
     """
     order = {} if kind == DL_CPU else {"stream": -1}
     try:
         return obj.__dlpack__(max_version=(1, 1), **order)
-    except TypeError:  # exporters from before DLPack 1.0 know no such argument
+    except TypeError:  # exporters from before DLPack 1.0 do not know max_version
         return obj.__dlpack__(**order)
 
 

@@ -1,7 +1,7 @@
-"""A channel's life: made, shut where it has failed, closed.
+"""The life of a channel: how it is made, shut after a failure, and closed.
 
-`shut_channel` ends the endpoint and keeps what it has lost, which the recovery does again or ends (recovery.pyx);
-`close_channel` ends everything. When either returns no byte moves through the endpoint.
+`shut_channel` ends the endpoint and keeps the requests that it has lost, which the recovery does again or ends
+(recovery.pyx). `close_channel` ends everything. When either returns, no byte moves through the endpoint any more.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -18,24 +18,26 @@ from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, 
 from aiote_native.tallies cimport tally_free
 
 cdef enum:
-    # Work requests that the channels of one peer hold together at most, and one of many at least: enough to fill its
-    # wires, few enough to drain soon, and 40 KB for a peer however many rails there are.
+    # The most work requests that the channels of one peer hold together, and the least that one of many channels holds:
+    # enough to fill its wires, few enough to drain soon, and 40 KB for a peer however many rails there are.
     DEPTH = 256
     LEAST_DEPTH = 16
-    DISCONNECT_ROUNDS = 20_000     # polls in which what was under way ends after it, some tens of milliseconds
+    DISCONNECT_ROUNDS = 20_000     # polls after a disconnect, while requests in flight end: some tens of milliseconds
     LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
-    DISCONNECT_QUIET = 64          # empty polls in a row that tell that nothing more comes
+    DISCONNECT_QUIET = 64          # empty polls in a row after which the queue counts as drained
 
 
 cdef Channel* new_channel(uint64_t depth, int channels) except NULL:
-    """Allocate one of so many channels with its work requests, no more than the provider's queue takes."""
+    """Allocate one of a peer's `channels` channels, with its work requests: at most `depth`, which the provider's queue
+    takes. Raises MemoryError.
+    """
     cdef Channel* channel = <Channel*> calloc(1, sizeof(Channel))
     cdef void* pages
     if channel == NULL:
         raise MemoryError
     channel.depth = <uint32_t> min(depth, max(DEPTH // channels, LEAST_DEPTH))
-    # Mapped, for what was never used then takes no memory: of a thousand peers most are never written to. calloc gives
-    # recycled memory, and writes zeros to it.
+    # Mapped, because pages that are never used then take no memory: of a thousand peers most are never written to.
+    # calloc hands out recycled memory, and writes zeros to it.
     pages = mmap(NULL, channel.depth * sizeof(WorkRequest), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
     if pages == MAP_FAILED:
         free(channel)
@@ -45,11 +47,11 @@ cdef Channel* new_channel(uint64_t depth, int channels) except NULL:
 
 
 cdef void greet(Progress* engine, Channel* channel) noexcept nogil:
-    """Try one write before the endpoint is first polled.
+    """Post one write before the endpoint is first polled.
 
-    shm of 2.5.1 maps a peer of the same process only while it answers that peer's connection request, and sends
-    none of its own to one that it has answered: commands the other way then carry an offset instead of an address
-    and crash the process. If both sides ask before they answer, both are mapped.
+    shm of libfabric 2.5.1 maps a peer of the same process only while it answers that peer's connection request, and it
+    sends no request of its own to a peer that it has answered. Commands in the other direction then carry an offset
+    instead of an address and crash the process. If both sides ask before they answer, both are mapped.
     """
     cdef Post args
     args.opcode = OP_WRITE
@@ -78,15 +80,16 @@ cdef bint holds_transfers(Channel* channel) noexcept nogil:
 
 
 cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
-    """Take what has come and shut the endpoint. The lock is held.
+    """Drain the queue of the endpoint and shut the endpoint. The lock is held.
 
-    Nothing is polled after the endpoint is shut: tcp of 2.5.1 crashes then on what was left over from a write that
-    had failed.
+    The endpoint is not polled after it is shut, because tcp of libfabric 2.5.1 would then crash on the rest of a write
+    that had failed.
 
-    The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
-    were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
-    before it: shm of 1.17 then looks for our memory, and crashes where that is gone. A peer that is within its library
-    even so may still be copying from our memory; without a gate it may have to read what its kernel was sent.
+    The gate is shut only where writes or reads are in flight, because a shut gate also keeps the peer from taking
+    messages that were sent to it, and a completed send promises those. It is shut as well while the peer may not have
+    taken our greeting yet: shm of 1.17 then looks for our memory, and crashes where that is gone. A peer that is still
+    within its library after that may be copying from our memory, and a peer without a gate may still read bytes that
+    its kernel was sent: such a peer is `unsettled`.
     """
     cdef int quiet = 0
     cdef bint held
@@ -112,7 +115,7 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
 
 
 cdef void shut_channel(Progress* self, Channel* channel) noexcept nogil:
-    """Shut a failed channel, and keep what it has lost. The lock is held."""
+    """Shut a failed channel, and keep the requests that it has lost. The lock is held."""
     cdef WorkRequest* wr
     cdef uint32_t i
     if not channel.open:
@@ -142,7 +145,7 @@ cdef void forget_outstanding(Progress* self, Channel* channel) noexcept nogil:
 
 
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
-    """End the endpoint, if it was not shut, and everything that it has not ended, and free it. The lock is held."""
+    """Shut the endpoint if it is open, end every request that has not ended, and free the channel. The lock is held."""
     cdef bint was_open = channel.open
     if was_open:
         shut_endpoint(self, channel)
@@ -164,7 +167,7 @@ cdef void free_channel(Channel* channel) noexcept nogil:
 
 
 cdef void end_requests(Progress* self, Channel* channel) noexcept nogil:
-    """End what the provider did not report before its endpoint was closed: no NIC holds it any more."""
+    """End the requests that the provider had not reported when its endpoint was closed: no NIC holds them any more."""
     cdef Completion cancelled
     cdef WorkRequest* wr
     cdef Mailbox* mailbox = channel.peer.mailbox

@@ -1,6 +1,6 @@
-"""The channels of one peer: what they have carried, and what becomes of one that fails.
+"""The channels of one peer: the work and the counts of each, and the shutdown of a channel that fails.
 
-The protocol of channels that fail is `aiote.core.failover`; what a lost one did is done again by recovery.pyx.
+`aiote.core.failover` owns the protocol of failed channels; recovery.pyx does again the work that a channel has lost.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -21,7 +21,7 @@ from aiote_native.tallies cimport Tally, tally_add, tally_copy, tally_free, tall
 from aiote_native.workrequests cimport Operation
 
 
-# More than can be counted on one channel: at a hundred million a second it takes three centuries.
+# More than one channel can count: at a hundred million a second it takes three centuries.
 cdef object MAX_ACKED = 1 << 60
 
 
@@ -44,13 +44,13 @@ cdef int widest_of(const PeerState* peer) noexcept nogil:
 
 
 cdef void* items_of(object numbers) except NULL:
-    """Return where an array's items lie, until it is freed or resized: never NULL, though there may be none."""
+    """Return the address of an array's items, valid until it is freed or resized; not NULL even if there are none."""
     address, _ = numbers.buffer_info()
     return <void*> <uint64_t> (address or 8)
 
 
 cdef class ChannelSet:
-    """The part of a peer's link that knows its channels. A base class: it has no life of its own."""
+    """The part of a peer's link that knows its channels: a base class, never used by itself."""
 
     def __cinit__(self):
         memset(&self.state, 0, sizeof(self.state))
@@ -60,16 +60,18 @@ cdef class ChannelSet:
         self.endpoints = []
 
     cdef uint64_t largest(self) noexcept nogil:
-        """The largest message that every channel takes."""
+        """Return the largest message that every channel takes."""
         return largest_of(&self.state)
 
     cdef int widest(self) noexcept nogil:
-        """The highest number of a remote rail in use."""
+        """Return the highest number of a remote rail in use."""
         return widest_of(&self.state)
 
     def under_way(self) -> dict[int, int]:
-        """Return how many work requests have ended on each channel that is to move: it has some outstanding, or all are
-        idle though something is queued, for they refuse it; or it is the one that a queued probe is for.
+        """Return how many work requests have ended on each channel that ought to move.
+
+        A channel ought to move if it has requests outstanding; if all are idle though something is queued, because they
+        refuse it; or if a queued probe is for it.
         """
         cdef uint64_t ended[MAX_CHANNELS]
         cdef uint32_t in_flight_channels
@@ -83,7 +85,7 @@ cdef class ChannelSet:
         return {i: ended[i] for i in range(MAX_CHANNELS) if in_flight_channels >> i & 1}
 
     cdef uint32_t in_flight_channels(self, uint64_t* ended) noexcept nogil:
-        """Return a bit for each channel that is to move, and copy how many requests have ended on each."""
+        """Return a bit for each channel that ought to move, and copy how many requests have ended on each."""
         cdef Mailbox* mailbox = self.state.mailbox
         cdef Op* op = self.state.probes.head
         cdef uint32_t in_flight_channels = 0, opened = 0
@@ -106,7 +108,7 @@ cdef class ChannelSet:
         return [self.state.channels[i].ended for i in range(self.state.channel_count)]
 
     def moved(self, int channel) -> int:
-        """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
+        """Return how many bytes a channel's connection has moved either way; -1 where its kind cannot tell."""
         return (<NativeEndpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
 
     def channels_on(self, int rail) -> list[int]:
@@ -122,19 +124,19 @@ cdef class ChannelSet:
         return -1
 
     def rail_of(self, int channel) -> int:
-        """Return our rail under a channel."""
+        """Return our rail under a channel, or -1."""
         return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
 
     def expect(self, int channels, bint round_robin, bint survivable) -> None:
-        """Say, before the first is added, how many channels there will be, whether they take turns instead of each
-        getting what it is able to carry, and whether the peer survives the loss of one.
+        """Set, before the first channel is added, how many there will be, whether they take turns instead of each
+        getting what it can carry, and whether the peer survives the loss of one.
         """
         self.channels = channels
         self.state.survivable = survivable
         self.state.round_robin = round_robin
 
     def rotate(self, uint32_t turn) -> None:
-        """Have the next transfer begin with that channel, modulo their number, of those that are as good."""
+        """Make the next transfer begin with channel `turn`, modulo their number, where several are equally good."""
         if self.closed or not alive(self.engine):
             return
         with nogil:
@@ -144,7 +146,7 @@ cdef class ChannelSet:
 
     @property
     def nbytes(self) -> int:
-        """The native memory of the link, beside its message pools and what the provider has."""
+        """The bytes of the link's native memory, without its message pools and the provider's memory."""
         cdef int i
         total = sizeof(PeerState) + (sizeof(Mailbox) if self.state.mailbox != NULL else 0)
         for i in range(self.state.channel_count):
@@ -162,7 +164,7 @@ cdef class ChannelSet:
             self.engine.state.failures -= 1
 
     cdef bint is_noticed(self) noexcept:
-        """Whether there are `notices`."""
+        """Return whether there are `notices`."""
         cdef bint noticed = False
         cdef int i
         if self.closed or not alive(self.engine):
@@ -175,7 +177,7 @@ cdef class ChannelSet:
         return noticed
 
     cdef bint take_failure(self) noexcept:
-        """Whether the peer has failed, which is said once."""
+        """Return whether the peer has failed; True is returned once."""
         cdef bint failed
         if self.closed or not alive(self.engine):
             return False
@@ -189,7 +191,7 @@ cdef class ChannelSet:
         return failed
 
     def notices(self) -> list[tuple[int, int]]:
-        """Return (channel, error number) of those to look at since the last call; 0: acknowledge its counts."""
+        """Return (channel, error number) of the channels to look at since the last call; 0: acknowledge its counts."""
         cdef int numbers[MAX_CHANNELS]
         cdef int errors[MAX_CHANNELS]
         cdef Channel* channel
@@ -209,7 +211,7 @@ cdef class ChannelSet:
         return [(numbers[i], errors[i]) for i in range(count)]
 
     def admit(self, int number) -> None:
-        """Let a channel carry what is queued."""
+        """Let a channel carry queued work, and post what it takes now."""
         cdef Channel* channel = self.channel_of(number)
         with nogil:
             lock(self.engine)
@@ -219,7 +221,7 @@ cdef class ChannelSet:
             unlock(self.engine)
 
     def carries(self, int number) -> bool:
-        """Whether a channel carries what is queued."""
+        """Return whether a channel carries queued work."""
         cdef Channel* channel = self.channel_of(number)
         return channel.open and not channel.paused
 
@@ -239,8 +241,8 @@ cdef class ChannelSet:
             (<NativeEndpoint> endpoint).channel_closed()
 
     def arrivals(self, int number) -> tuple[list[tuple[int, int]], int, list[int]]:
-        """Return what came over a channel that was shut, as (immediate, times), less what was acknowledged; and, of the
-        peer's messages, the highest number that came and those below it that did not.
+        """Return what came over a shut channel, as (immediate, times) without what was acknowledged; the highest number
+        of the peer's messages that came; and the numbers below it that did not come.
         """
         cdef Channel* channel = self.channel_of(number)
         cdef uint64_t top, slots = self.state.mailbox.slots if self.state.mailbox != NULL else 1
@@ -263,11 +265,11 @@ cdef class ChannelSet:
             free(seen)
 
     def forgets(self, int number) -> bool:
-        """Whether the close of a channel's endpoint drops what its completion queue still holds."""
+        """Return whether closing a channel's endpoint drops what its completion queue still holds."""
         return self.channel_of(number).forgets
 
     def lost_keys(self, int number) -> list[int]:
-        """Return the keys of the peer's memory that a shut channel has lost work for, each once."""
+        """Return the keys of the peer's memory for which a shut channel has lost work, each once."""
         cdef Channel* channel = self.channel_of(number)
         cdef uint64_t* keys = <uint64_t*> calloc(channel.depth, sizeof(uint64_t))
         cdef uint32_t i, count
@@ -283,9 +285,9 @@ cdef class ChannelSet:
             free(keys)
 
     def reconcile(self, int number, list arrivals, uint64_t top, list holes, list unknown) -> bool:
-        """Do again what a shut channel has lost, given what the peer, which has shut it too, says that came.
+        """Do again the work that a shut channel has lost, by the account of the peer, which has shut it too.
 
-        What is for keys `unknown` to the peer fails. False where what it says cannot be.
+        Work for keys `unknown` to the peer fails. Return False where the account cannot be true.
         """
         cdef Channel* channel = self.channel_of(number)
         immediates = array("I", [imm_data for imm_data, _ in arrivals])
@@ -304,13 +306,13 @@ cdef class ChannelSet:
         with nogil:
             lock(self.engine)
             honest = contradiction(channel, &account) < 0
-            # What the peer said of its messages for another channel may be older than what came over this one.
+            # Only the account of the channel that lost the messages resolves them: another channel's may be older.
             if honest and self.mail_lost_with == number:
                 self.mail_lost_with = -1
                 honest = mailbox_resolve(&self.engine.state, self.state.mailbox, top, lost_numbers, missing)
             if honest:
                 redo_all(&self.engine.state, channel, &account)
-                # The next generation begins with empty tallies, also one that comes to nothing before it has a channel.
+                # The next generation begins with empty tallies, even one that fails before it has a channel.
                 tally_free(&channel.confirmed)
                 tally_free(&channel.arrived)
             kick(self.engine)
@@ -318,7 +320,7 @@ cdef class ChannelSet:
         return honest
 
     def counts_to_ack(self, int number) -> list[tuple[int, int]]:
-        """Take what was confirmed on a channel out of its tally, for the peer to do the same."""
+        """Take the confirmed counts of a channel out of its tally and return them, so that the peer can do the same."""
         cdef Channel* channel = self.channel_of(number)
         cdef Tally taken
         with nogil:
@@ -331,8 +333,8 @@ cdef class ChannelSet:
             tally_free(&taken)
 
     def ack_counts(self, int number, list items) -> bool:
-        """Take what the peer acknowledges out of the tally of what came; False where there is no room, and for counts
-        that nobody can have counted, of which none is taken.
+        """Take the counts that the peer acknowledges out of the tally of arrivals. Return False where there is no room;
+        and, with no count taken, for counts that a channel cannot have reached.
         """
         cdef Channel* channel = self.channel_of(number)
         cdef uint32_t* values
@@ -352,7 +354,7 @@ cdef class ChannelSet:
         return fits
 
     def decay_costs(self) -> None:
-        """Let go of what is known of the speed of idle channels, by and by."""
+        """Lower the measured costs of idle channels step by step, so that they are tried again."""
         if self.closed or not alive(self.engine):
             return
         with nogil:
@@ -362,11 +364,11 @@ cdef class ChannelSet:
 
     @property
     def mailbox_waits(self) -> bool:
-        """Whether messages are to go over another channel: theirs has failed, and what it has lost is known."""
+        """Whether messages have to move to another channel: theirs has failed, and its losses are resolved."""
         return self.state.mailbox != NULL and self.state.mailbox.channel == NULL and self.mail_lost_with < 0
 
     def holding(self, Operation operation) -> list[int]:
-        """Return the open channels that have work of a transfer, or of its targets or pieces, or its message."""
+        """Return the open channels that hold work of a transfer, of its targets or pieces, or of its message."""
         cdef uint32_t holding = 0
         cdef int i
         if self.closed or not alive(self.engine):

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint64_t
 
-# Who tells the time where it is not the system's. alarm: write to an eventfd when so many nanoseconds have passed,
-# once; a second one for the same descriptor takes the place of the first. forget: write to that descriptor no more.
+# A clock that replaces the system's. alarm: write to an eventfd once, when that many nanoseconds have passed; a second
+# alarm for the same descriptor replaces the first. forget: never write to that descriptor again.
 cdef struct ClockOps:
     void (*alarm)(void* context, int fd, uint64_t ns) noexcept nogil
     void (*forget)(void* context, int fd) noexcept nogil

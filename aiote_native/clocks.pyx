@@ -1,5 +1,6 @@
-"""Timers: the system's, and a clock of somebody else's. Where time is virtual, an engine must neither spin nor set a
-timer of the system's.
+"""Timers: the system's, or those of another clock.
+
+Where time is virtual, an engine must neither spin nor set a timer of the system's.
 """
 
 from libc.errno cimport errno
@@ -26,7 +27,8 @@ cdef uint64_t clock_ns() noexcept nogil:
 
 
 cdef void start_timer(const ClockOps* clock, void* context, int fd, uint64_t ns) noexcept nogil:
-    """Make a timer's descriptor readable in less than a second: a clock's, or (NULL) the system's."""
+    """Make a timer's descriptor readable after `ns`, less than a second: by `clock`, or (NULL) by the system's timer.
+    """
     cdef itimerspec when
     if clock != NULL:
         clock.alarm(context, fd, ns)
@@ -37,7 +39,7 @@ cdef void start_timer(const ClockOps* clock, void* context, int fd, uint64_t ns)
 
 
 cdef class Clock:
-    """What a core is given in place of the system's timers; made by a subclass."""
+    """A replacement of the system's timers that a core is given. A subclass fills it in."""
 
     def __cinit__(self):
         self.clock_ops = NULL
@@ -47,8 +49,8 @@ cdef class Clock:
 cdef class Alarm:
     """A timer that an event loop watches as a descriptor.
 
-    While timers of its own are set, asyncio reads the clock three times in a turn instead of once, which is a system
-    call where there is no vDSO.
+    While asyncio has timers of its own, it reads the clock three times in a turn instead of once, and each time is a
+    system call where there is no vDSO.
     """
 
     def __cinit__(self):
@@ -61,7 +63,7 @@ cdef class Alarm:
         check(-errno if self.fd < 0 else 0, "timerfd_create")
 
     def set(self, double seconds) -> None:
-        """Have the descriptor readable after so many seconds, 1 us to 30 years; the time set before is void."""
+        """Make the descriptor readable after `seconds`, from 1 us to 30 years; this replaces the time set before."""
         cdef itimerspec when
         cdef uint64_t ns = <uint64_t> (min(max(seconds, 1e-6), 1e9) * 1e9)
         memset(&when, 0, sizeof(when))
@@ -70,7 +72,7 @@ cdef class Alarm:
         check(-errno if timerfd_settime(self.fd, 0, &when, NULL) else 0, "timerfd_settime")
 
     def clear(self) -> None:
-        """Make it unreadable again."""
+        """Make the descriptor unreadable again."""
         cdef uint64_t value
         read(self.fd, &value, sizeof(value))
 

@@ -1,8 +1,8 @@
-"""The native engine as Python sees it: peers, transfers, counts and one call that makes progress.
+"""The native engine as Python sees it: peers, transfers, counts, and one call that makes progress.
 
-`Core.progress` does a round without the GIL; `Core.reap` calls `on_over` once for each transfer, wait or watch that
-is over. Both are called on the event loop's thread; with `threaded`, a native thread makes the progress and only
-`reap` is left to the loop. The core keeps objects that are under way alive (by one reference, from submission to reap).
+`Core.progress` does one round without the GIL; `Core.reap` calls `on_over` once for each transfer, wait or watch that
+is over. The event loop's thread calls both. With `threaded`, a native thread makes the progress, and only `reap` is
+left to the loop. The core keeps objects in flight alive (by one reference, from submission to reap).
 """
 
 from cpython.ref cimport Py_INCREF
@@ -48,12 +48,12 @@ cdef extern from "<sys/eventfd.h>" nogil:
 
 
 cdef class Core:
-    """An engine's native half.
+    """The native half of an engine.
 
-    `spin_us` bounds spinning after the last thing that happened, `threaded` moves progress to a native thread
-    (pinned to `cpu` if that is not negative), `smallest` is the least size of a stripe that is split for the
-    sake of spreading, `counters` the limit of live immediates, `wakeup_event` is needed by rails without a wait
-    descriptor. With a `clock` time is somebody else's: nothing spins, and timers are set there.
+    `spin_us` bounds spinning after the last progress. `threaded` moves progress to a native thread, pinned to `cpu` if
+    that is not negative. `smallest` is the least size of a stripe that is split only to spread a write over rails.
+    `counters` limits live immediates. Rails without a wait descriptor need `wakeup_event`. With a `clock`, that clock
+    sets the timers, and the engine never spins.
     """
 
     def __cinit__(self):
@@ -66,7 +66,7 @@ cdef class Core:
         if not self.engine.closed:
             raise RuntimeError("the core is open already")
         new_epoch(&self.engine)
-        self.peers = {}  # in the order of their making, which a set would not keep
+        self.peers = {}  # a dict keeps the order in which they were made, and a set would not
         self.rooms = []
         self.smallest = smallest
         self.engine.closed = False
@@ -106,7 +106,7 @@ cdef class Core:
             watch_descriptor(self.engine.epoll_fd, self.engine.wakeup_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
-        if not self.engine.threaded:  # by it a thread that makes a round (direct.pyx) tells the loop
+        if not self.engine.threaded:  # a thread that makes a round (direct.pyx) tells the loop through it
             watch_descriptor(self.engine.epoll_fd, self.engine.notify_fd)
 
     @property
@@ -123,35 +123,35 @@ cdef class Core:
         return self.engine.threaded
 
     def progress(self) -> bool:
-        """Do one round. True: call again soon; False: it is safe to sleep until `fd` is readable."""
+        """Do one round. Return True to be called again soon, False when it is safe to sleep until `fd` is readable."""
         cdef int again
         usable(&self.engine)
         with nogil:
             lock(&self.engine)
             again = progress_once(&self.engine)
             if self.engine.threaded:
-                # The round may have taken the wake-up that a thread was given which sleeps on, so count it as asleep.
+                # The round may have taken the wake-up of a native thread that sleeps on, so count it as asleep.
                 self.engine.asleep = True
                 if again:
-                    # And it has just been made to look awake to its peers: it has to be.
+                    # The round has just announced to the peers that this engine is awake, so it has to be.
                     kick(&self.engine)
             unlock(&self.engine)
         return again != 0
 
     def turn(self, on_round) -> bool:
-        """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
+        """Make progress and run the tasks that waited for it, in a callback of the event loop; return as `progress`.
 
-        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do. Who
-        does not spin does up to eight, for after one in which nothing happened it sleeps without another turn. With
+        A turn is one round, or all that fit in 50 us if the last turn was just now and the loop had nothing else to do.
+        An engine that does not spin does up to eight, because it sleeps right after a round without progress. With
         `shares`, as other cores are on the loop, it is one. `on_round(failed)` is for failed peers and messages.
         """
-        # Who does not spin asks no clock either: reading it can be a system call, of which the round has few.
+        # An engine that does not spin reads no clock: that can be a system call, and its round has few of those.
         cdef bint spins = self.engine.spin_ns != 0, again = True
-        # Who was woken within two turns has more to do as a rule: a task that was started, a queue that was filled.
+        # If tasks woke in the last two turns, the loop usually has more to do: they started a task or filled a queue.
         cdef bint kept = spins and not self.shares and self.lively == 0
         cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
         cdef int rounds = 0, most = 1 if spins or self.shares else ROUNDS
-        # What the tasks that wake start is looked at here, so it needs nobody to be told.
+        # This turn itself looks at what the woken tasks start, so they need not tell the engine.
         self.awake = True
         self.lively = max(self.lively - 1, 0)
         try:
@@ -179,18 +179,18 @@ cdef class Core:
         return again
 
     def wake(self) -> None:
-        """Make `fd` readable, or wake the native thread; callable from any thread. Nothing once it is closed."""
+        """Make `fd` readable, or wake the native thread; callable from any thread. Does nothing once closed."""
         if self.engine.closed:
-            return  # the descriptor's number may be somebody else's by now
+            return  # the descriptor's number may belong to another file by now
         usable(&self.engine)
         signal_wake(&self.engine)
 
     def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
-        """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
+        """Finish everything that is over, wake its waiters, and return the peers that failed since the last call.
 
-        First all of it ends, then those hear who care for peers or make room (`on_round(failed)` where peers failed or
-        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task runs, so
-        these may, and messages are `on_messages`' alone, if it is set. What interrupts any is raised in the end.
+        First all of it ends; then `on_round(failed)` is called where peers failed or messages are there, and `on_room`
+        of links; tasks wake last, because they may do anything. `direct`: no task is running, so woken tasks run here,
+        and messages are for `on_messages` alone, if that is set. An exception from any of these is raised at the end.
         """
         cdef Done *item, *following
         cdef uint64_t value
@@ -222,7 +222,7 @@ cdef class Core:
         return failed
 
     cdef object run_woken(self, list woken, bint direct, listener):
-        """Wake tasks; what those that run at once post is handed over when all have."""
+        """Wake tasks. The posts of tasks that run here are handed over after all of them have run."""
         if direct and alive(&self.engine):
             with nogil:
                 lock(&self.engine)
@@ -237,11 +237,11 @@ cdef class Core:
         return raised
 
     cdef object report_failures(self, list failed, list woken, on_round, bint untold):
-        """Let those act who make room and care for peers, who may have waiters run; return what interrupted one."""
+        """Call `on_round` and the links' `on_room`, which may have tasks woken; return the last exception, or None."""
         cdef PeerLink link
         cdef list rooms = self.rooms
         raised = None
-        # Peers first: a lost one has no room for anybody.
+        # Peers first, because a lost peer has no room to offer.
         if on_round is not None and (failed or self.engine.state.failures or (untold and self.engine.state.inbox)):
             try:
                 woken += on_round(failed)
@@ -259,7 +259,7 @@ cdef class Core:
         return raised
 
     def noticed(self) -> list[PeerLink]:
-        """Return the peers with `notices`."""
+        """Return the peers that have `notices`."""
         cdef PeerLink link
         return [link for link in self.peers if link.is_noticed()] if self.engine.state.failures else []
 
@@ -270,10 +270,10 @@ cdef class Core:
 
     def submit_single(self, PeerLink peer, Operation operation, bint reads, LocalMemory local, uint64_t local_offset,
                       RemoteMemory remote, uint64_t remote_offset, uint64_t length, int64_t imm) -> None:
-        """Start one write (or read) of `length` bytes; `imm` below 0 means none, and `local` may then not be None.
+        """Start one write (or read) of `length` bytes; `imm` below 0 means that there is no immediate.
 
-        Without `remote` an immediate alone is written. Raises ValueError for a range that leaves its region, and for
-        bytes without memory on both sides.
+        Without memories `length` is 0, and an immediate alone is written. Raises ValueError for a range that leaves its
+        region, and for bytes without memory on both sides.
         """
         usable(&self.engine)
         if length and (local is None or remote is None):
@@ -284,7 +284,7 @@ cdef class Core:
         self.begin(peer, operation, reads, imm)
 
     def submit_probe(self, PeerLink peer, Operation operation, int number) -> None:
-        """Start a write of nothing over one channel, which need not be in use yet."""
+        """Start a write of no bytes over one channel, which need not carry anything else yet."""
         usable(&self.engine)
         if not 0 <= number < peer.state.channel_count:
             raise RuntimeError(f"there is no channel {number}")
@@ -320,7 +320,7 @@ cdef class Core:
         operation.op.parts = source.count
         self.begin(peer, operation, reads, imm)
 
-    cdef bint is_at_home(self) except -1:  # whether the engine's event loop, if it has one, runs the caller
+    cdef bint is_at_home(self) except -1:  # whether the caller runs in the engine's event loop, if it has one
         return self.own_loop is None or self.own_loop.is_running()
 
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1:
@@ -338,7 +338,7 @@ cdef class Core:
         return 0
 
     def submit_send(self, PeerLink peer, Operation operation, bytes payload) -> None:
-        """Start one message; the peer's pool bounds its length, and a credit is waited for. Raises ValueError."""
+        """Start one message, which waits for a credit. Raises ValueError for one longer than the peer's pool takes."""
         usable(&self.engine)
         if peer.closed or peer.state.mailbox == NULL:
             raise RuntimeError("the peer is closed or takes no messages")
@@ -371,13 +371,13 @@ cdef class Core:
         return 0
 
     def cancel(self, Operation operation) -> None:
-        """Post nothing more of a transfer; it is over when what was posted is."""
+        """Post nothing more of a transfer; it is over when its posted requests are."""
         cdef Op* op = &operation.op
         if not operation.submitted or operation.is_over or not alive(&self.engine):
             return
         with nogil:
             lock(&self.engine)
-            # The peer of one that is over may be gone before it is reaped.
+            # The peer of a transfer that is over may be gone before the transfer is reaped.
             if not op.over and op.opcode == OP_SEND:
                 mailbox_cancel(&self.engine.state, op.peer.mailbox, op)
             elif not op.over:
@@ -386,25 +386,25 @@ cdef class Core:
             unlock(&self.engine)
 
     def add_peer(self, tag: object) -> PeerLink:
-        """Make the native half of a peer, without channels yet."""
+        """Make the native half of a peer, which has no channels yet."""
         cdef PeerLink link = open_peer(self, &self.engine, tag)
         self.peers[link] = None
         return link
 
     def counter(self, uint32_t imm) -> CounterHandle:
-        """Return a handle of the count of one immediate. Raises OverflowError at the limit of live ones."""
+        """Return a handle of the count of one immediate. Raises OverflowError at the limit of live immediates."""
         return open_counter(self, &self.engine, imm)
 
     def source_range(self, uint32_t first, uint32_t count) -> SourceRange:
-        """Have nobody count on immediates in a row but the peers that are allowed to; they overlap no other range."""
+        """Let only allowed peers count on `count` immediates from `first` on. The range must overlap no other."""
         return open_range(self, &self.engine, first, count)
 
     def watch(self, Watch watch, object old) -> None:
-        """Look at a value until it differs from `old`."""
+        """Watch a value until it differs from `old`."""
         start_watch(self, &self.engine, watch, old)
 
     def counted(self, uint32_t imm) -> bool:
-        """Tell whether an immediate has counts, handles or waiters."""
+        """Return whether an immediate has counts, handles or waiters."""
         cdef bint present
         usable(&self.engine)
         with nogil:
@@ -414,7 +414,7 @@ cdef class Core:
         return present
 
     def expect_messages(self, int change) -> None:
-        """Say that so many more (or, negative, fewer) receivers wait for a message."""
+        """Record that `change` more (or, if negative, fewer) receivers wait for a message."""
         if not alive(&self.engine):
             return
         with nogil:
@@ -426,24 +426,24 @@ cdef class Core:
 
     @property
     def inbox(self) -> int:
-        """Messages that arrived and were not taken."""
+        """The number of messages that arrived and were not taken."""
         return self.engine.state.inbox
 
     @property
     def rounds(self) -> int:
-        """Rounds that were done, read without the lock: whether it does any."""
+        """The number of rounds that were done, read without the lock: a change shows that the engine runs."""
         return self.engine.rounds
 
     def statistics(self) -> dict[str, Any]:
-        """Return what was counted since the core was opened."""
+        """Return the counts since the core was opened."""
         return counted(&self.engine)
 
     def time_rails(self, uint32_t every) -> None:
-        """Time one work request in `every` on each rail from now on; 0 ends that, and the times are kept."""
+        """Time one work request in `every` on each rail from now on; 0 ends that, and keeps the times."""
         time_rails(&self.engine, every)
 
     def stop_thread(self) -> None:
-        """End the native thread and wait for it (it never waits for the GIL). Idempotent."""
+        """End the native thread and wait for its end (the thread never waits for the GIL). Idempotent."""
         if not self.engine.threaded or not alive(&self.engine):
             return
         with nogil:
@@ -456,7 +456,7 @@ cdef class Core:
         self.engine.threaded = False
 
     def close(self) -> None:
-        """Stop, and free everything; peers must be closed before. Idempotent."""
+        """Stop, and free everything. Idempotent; raises RuntimeError while peers are open."""
         if self.engine.closed:
             return
         if alive(&self.engine):
@@ -478,7 +478,7 @@ cdef class Core:
             self.wakeup_event.close()
 
     def end_waits(self) -> None:
-        """End the waits and watches that are left, unsatisfied."""
+        """End the waits and watches that are left, without satisfying them."""
         cdef Wait* wait
         cdef Watched* watched
         cdef uint64_t bucket = 0
@@ -493,7 +493,7 @@ cdef class Core:
             finish(<Waitable> <object> watched.done.owner)
 
     def __dealloc__(self):
-        # A thread that still runs uses this memory: an engine that was never closed leaves it (and says so, in Python).
+        # A running thread uses this memory, so an engine that was never closed leaves it (and says so, in Python).
         if not self.engine.threaded:
             table_free(&self.engine.state.counters)
             free(self.engine.times)

@@ -14,11 +14,11 @@ cdef enum WaitState:
 cdef struct Counter:
     Counter* chain
     uint32_t imm
-    uint32_t handles     # all that keeps the counter: handles of users, and waits
+    uint32_t handles     # everything that keeps the counter alive: handles of users, and waits
     uint32_t opened      # handles of users
-    bint dropped         # the last of those was closed: what is counted is nobody's
+    bint dropped         # the last user closed its handle with `discard`: only pending waits still use the counts
     uint64_t units
-    PeerState* maker     # whose immediate made it; NULL: a user, or a peer that is gone
+    PeerState* maker     # the peer whose immediate created it; NULL: a user created it, or the peer is gone
     Wait* head
     Wait* tail
 
@@ -30,11 +30,11 @@ cdef struct Wait:
     uint64_t need
     int state
 
-# Immediates in a row that only some peers count on (ranges.pyx); owned by a SourceRange.
+# Consecutive immediates on which only some peers may count (ranges.pyx); a SourceRange owns it.
 cdef struct Range:
     uint32_t first
     uint32_t end
-    PeerState** peers    # in the order of their addresses
+    PeerState** peers    # sorted by address
     uint64_t count
     uint64_t room
 
@@ -43,10 +43,10 @@ cdef struct Table:
     uint64_t size
     uint64_t used
     uint64_t limit
-    Range** ranges       # in the order of their values
+    Range** ranges       # sorted by their first values
     uint64_t range_count
     uint64_t range_room
-    uint64_t uninvited   # immediates that were not counted, because their peer is no source of their values
+    uint64_t uninvited   # immediates that were not counted, because their peer may not count on their values
 
 cdef int table_init(Table* table, uint64_t limit) except -1
 cdef void table_free(Table* table) noexcept nogil

@@ -1,10 +1,10 @@
 """Counts of immediates.
 
-A write that was split in k stripes arrives as k immediates of 1/k each; kept as integers over the least common multiple
-of 1..16, so the sum is exact in any order. A counter exists while it has counts, handles or waiters: an absent one is
-zero, so what arrives before anyone asked is kept, and what nobody needs takes no room. A full table is the fault of
-whoever filled it: a counter knows the peer whose immediate made it. The caller holds the engine's lock around every
-function here.
+A write that was split into k stripes arrives as k immediates, each worth 1/k of a count. Counts are integers of
+1/720720, which is the least common multiple of 1..16, so the sum is exact in any order. A counter exists while it has
+counts, handles or waiters, and an absent counter is zero: so immediates that arrive before anyone asks are kept, and
+counters that are not needed take no room. A counter knows the peer whose immediate created it, so a full table is
+blamed on the peer that filled it. The caller holds the engine's lock around every function here.
 
 The plain Python reference is `aiote.core.imm_counters`.
 """
@@ -19,7 +19,7 @@ from aiote_native.ranges cimport may_count
 from aiote_native.structs cimport PeerState
 
 
-# Half of what a word holds: above it there is room for what waits give back.
+# Half the range of a word: the other half is room for the counts that waits give back.
 cdef uint64_t MAX_UNITS = 1ULL << 63
 
 
@@ -44,7 +44,7 @@ cdef enum:
 
 
 cdef int table_init(Table* table, uint64_t limit) except -1:
-    # None as long as there are none: what failed is closed as all else is.
+    # The size is zero until the buckets are allocated, because a table whose start failed is closed like any other.
     table.size = 0
     table.used = 0
     table.limit = limit
@@ -84,7 +84,7 @@ cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil:
 
 
 cdef void grow(Table* table) noexcept nogil:
-    """Double the buckets; where there is no memory for it the chains stay longer and nothing is lost."""
+    """Double the buckets; without memory for that, the chains just grow longer."""
     cdef uint64_t size = table.size * 2
     cdef Counter** buckets = <Counter**> calloc(size, sizeof(Counter*))
     cdef Counter* counter
@@ -106,7 +106,7 @@ cdef void grow(Table* table) noexcept nogil:
 
 
 cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil:
-    """Find or make a counter; NULL when the table's limit or the memory is reached."""
+    """Find or create a counter; NULL at the table's limit or without memory."""
     cdef Counter* counter = table_find(table, imm)
     cdef uint64_t at
     if counter != NULL or table.used >= table.limit:
@@ -137,7 +137,7 @@ cdef void drop_if_empty(Table* table, Counter* counter) noexcept nogil:
 
 
 cdef void commit(Counter* counter, DoneList* done) noexcept nogil:
-    """Satisfy waiters from the head of the queue for as long as there are counts enough."""
+    """Satisfy waiters from the head of the queue while there are enough counts."""
     cdef Wait* wait = counter.head
     while wait != NULL and counter.units >= wait.need:
         counter.units -= wait.need
@@ -153,8 +153,9 @@ cdef void commit(Counter* counter, DoneList* done) noexcept nogil:
 
 
 cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil:
-    """Count an immediate as it came over the wire from a peer, for so many of its kind, where the peer may count on its
-    value; -ENOSPC when the table is full, -EOVERFLOW for more than can be counted: a count never begins anew.
+    """Count `times` immediates of one value that arrived from a peer, if the peer may count on that value.
+
+    Return -ENOSPC when the table is full, and -EOVERFLOW for more than can be counted: a count never wraps around.
     """
     cdef uint64_t units = <uint64_t> times * (UNITS // ((imm_data >> IMMEDIATE_BITS) + 1))
     cdef uint64_t before = table.used
@@ -177,7 +178,7 @@ cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* make
 
 
 cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil:
-    """Take note that a peer is gone; what it has counted stays."""
+    """Record that a peer is gone; its counts stay."""
     cdef Counter* counter
     cdef uint64_t i
     for i in range(table.size if maker.counted else 0):
@@ -190,7 +191,7 @@ cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil:
 
 
 cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil:
-    """Drop what a peer (NULL: those that are gone) has counted on values that nobody asked for; return how many."""
+    """Drop the counters that a peer created (NULL: a user, or a lost peer) and that have no handle; return how many."""
     cdef uint64_t before = table.used
     cdef Counter* counter
     cdef Counter* following
@@ -207,7 +208,7 @@ cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil:
 
 
 cdef PeerState* table_greediest(Table* table, PeerState* peers) noexcept nogil:
-    """Return the peer that has made the most counters that nobody asked for; NULL when there are none."""
+    """Return the peer that has created the most counters without a handle; NULL when there are none."""
     cdef PeerState* greediest = NULL
     cdef PeerState* peer = peers
     cdef Counter* counter
@@ -241,7 +242,7 @@ cdef void enqueue(Counter* counter, Wait* wait, uint64_t need, DoneList* done) n
 
 
 cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil:
-    """End a wait: a pending one leaves the queue, a satisfied one that nobody was told of gives its counts back."""
+    """End a wait: a pending one leaves the queue; a satisfied one whose owner has not seen it gives its counts back."""
     cdef Counter* counter = wait.counter
     if wait.state == WAIT_PENDING:
         if wait.prev == NULL:
@@ -265,7 +266,7 @@ cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil:
 
 
 cdef Wait* table_pop_wait(Table* table, uint64_t* bucket) noexcept nogil:
-    """Take a pending wait out of its queue, from `bucket` on, which follows; NULL when none is left."""
+    """Take a pending wait out of its queue. The search begins at `bucket` and advances it; NULL: no wait is left."""
     cdef Counter* counter
     cdef Wait* wait
     while bucket[0] < table.size:
@@ -286,7 +287,7 @@ cdef Wait* table_pop_wait(Table* table, uint64_t* bucket) noexcept nogil:
 
 
 cdef class ImmCounters:
-    """A table of its own, for checking the arithmetic against the reference; engines embed the same functions."""
+    """A table of its own, to check the arithmetic against the reference; engines use the same functions."""
 
     cdef Table table
     cdef dict waits
@@ -302,9 +303,9 @@ cdef class ImmCounters:
         return self.table.used
 
     def arrive(self, uint32_t imm_data, uint32_t times=1) -> list[Ticket]:
-        """Count one immediate, for so many of its kind, and return the tickets that it satisfied.
+        """Count `times` immediates of one value, and return the tickets that they satisfied.
 
-        Raises MemoryError when the table is full.
+        Raises MemoryError when the table is full, and for more than can be counted.
         """
         cdef DoneList done
         done.head = done.tail = NULL
@@ -314,12 +315,14 @@ cdef class ImmCounters:
         return self.collect(&done)
 
     def value(self, uint32_t imm) -> int:
-        """Return the whole writes counted and not consumed."""
+        """Return the whole writes that were counted and not consumed."""
         cdef Counter* counter = table_find(&self.table, imm)
         return 0 if counter == NULL else counter.units // UNITS
 
     def wait(self, uint32_t imm, uint64_t n) -> tuple[Ticket, list[Ticket]]:
-        """Queue a wait for n; return it, and the tickets that are satisfied by now."""
+        """Queue a wait for n counts; return its ticket, and the tickets that are satisfied now. Raises ValueError for
+        more than 2**40 counts, MemoryError when the table is full.
+        """
         cdef DoneList done
         cdef Ticket ticket = Ticket()
         if n > 1 << 40 or imm >> IMMEDIATE_BITS:
@@ -328,7 +331,7 @@ cdef class ImmCounters:
         if counter == NULL:
             raise MemoryError("the table of immediates is full")
         done.head = done.tail = NULL
-        # The counter must stay for as long as a ticket may give counts back to it.
+        # The counter must stay while a ticket may give counts back to it.
         counter.handles += 1
         ticket.wait.done.owner = <PyObject*> ticket
         enqueue(counter, &ticket.wait, n * UNITS, &done)
@@ -336,7 +339,7 @@ cdef class ImmCounters:
         return ticket, self.collect(&done)
 
     def cancel(self, Ticket ticket) -> list[Ticket]:
-        """Withdraw a ticket; return those that are satisfied thereby."""
+        """Withdraw a ticket; return the tickets that this satisfies."""
         cdef DoneList done
         done.head = done.tail = NULL
         if self.waits.pop(id(ticket), None) is not None:
@@ -345,7 +348,8 @@ cdef class ImmCounters:
         return self.collect(&done)
 
     def deliver(self, Ticket ticket) -> None:
-        """Say that a satisfied ticket was seen: its counts are gone for good. Raises ValueError for a pending one."""
+        """Record that a satisfied ticket was seen: its counts are gone for good. Raises ValueError for a pending one.
+        """
         if ticket.wait.state == WAIT_PENDING:
             raise ValueError("the ticket is not satisfied")
         if self.waits.pop(id(ticket), None) is not None:

@@ -1,7 +1,7 @@
-"""Requests that somebody cares for together: those of one job, those through one lease.
+"""Groups of requests that one owner follows together: the requests of one job, or those through one lease.
 
-To await a request costs a waiter, an entry in its list, and a turn of its task. A caller with sixteen requests under
-way that only needs their failures and the end of the last is called for just these.
+Awaiting a request costs a waiter, an entry in its list, and a turn of its task. A caller with sixteen requests in
+flight often needs only the failures and the end of the last one, and is called for just these.
 """
 
 from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
@@ -9,16 +9,16 @@ from libc.stdint cimport uint64_t
 
 
 cdef class Flight:
-    """The requests of a flight that are not over; iterating goes over a copy, oldest first.
+    """The requests of a flight that are not over. Iterating goes over a copy, oldest first.
 
-    `changed` is called with each one that fails, when it is over, and, when the last one is over and has not failed,
-    with None. It is called in the middle of a round, so what it may do is to take note. `shut` is for the owner, who
-    wants nothing more to enter; who starts requests looks at it. `landed` counts those that went well, and
-    `landed_bytes` their bytes.
+    The flight calls `changed(request)` for each request that fails, when that is over, and `changed(None)` when the
+    last one is over and has not failed. It calls in the middle of a round, so `changed` may only record the call.
+    `shut` belongs to the owner, which sets it to keep new requests out; the code that starts requests looks at it.
+    `landed` counts the requests that went well, and `landed_bytes` their bytes.
     """
 
     def __cinit__(self, changed=None):
-        self.pending = {}  # in the order of their beginnings, which a set would not keep
+        self.pending = {}  # a dict keeps the order in which they began, and a set would not
         self.changed = changed
 
     def __len__(self):
@@ -28,17 +28,17 @@ cdef class Flight:
         return iter(list(self.pending))
 
     def enter(self, request) -> None:
-        """Take note of a request that starts."""
+        """Add a request that starts."""
         self.pending[request] = None
 
     def drop(self, request) -> None:
-        """Forget a request, which never started, or whose end is not for this flight to judge."""
+        """Remove a request that never started, or whose end is not for this flight to judge."""
         self.pending.pop(request, None)
         if not self.pending:
             self.notify(None)
 
     cdef int leave(self, object request, bint failed, uint64_t nbytes) except -1:
-        """Take note that a request is over."""
+        """Record that a request is over."""
         if self.pending.pop(request, self) is self:
             return 0
         if not failed:
@@ -53,7 +53,7 @@ cdef class Flight:
     cdef int notify(self, object request) except -1:
         if self.changed is None:
             return 0
-        # It is its owner's: a mistake in it must not keep others from hearing of this end.
+        # The callback is its owner's: a mistake in it must not keep others from hearing of this end.
         try:
             self.changed(request)
         except BaseException as error:

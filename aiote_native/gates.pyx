@@ -1,21 +1,21 @@
-"""Gates: a number in shared memory by which one side keeps the other from carrying out what was posted to it.
+"""Gates: numbers in shared memory with which each side can keep the other from carrying out what was posted to it.
 
-Over shm the *target* of a write copies it, whenever it next calls its library, and nothing takes back what was queued
-for it: a process that was stopped and continues would still write. So each side looks at its peer's gate before
-every call into the library, and says in its own page that it is within one:
+Over shm the *target* of a write copies the bytes, whenever it next calls its library, and a queued write cannot be
+taken back: a process that was stopped and continues would still write. So each side looks at its peer's gate before
+every call into the library, and shows in its own page that it is within one:
 
-    caller:  busy + 1 (odd); fence; the peer's gate open? call; busy + 1 (even)
-    closer:  gate shut; fence; the peer busy? no: nothing that was posted is ever carried out
+    caller:  busy + 1 (odd); fence; is the peer's gate open? then call; busy + 1 (even)
+    closer:  shut the gate; fence; is the peer busy? if not, it never carries out what was posted
 
-Store, fence, load on both sides (Dekker): either the caller sees the gate shut, or the closer sees the caller busy. A
-peer that is stopped outside of the library cannot move a byte once it is shut; one that is stopped within is busy for
-as long as it stands. The numbers lie in the wake-up pages, each written by its owner alone; a gate's value is the
-generation of its slot, even while it is open, so that a slot in new use opens nothing for its old peer.
+Both sides store, fence and load (Dekker): either the caller sees the gate shut, or the closer sees the caller busy. A
+peer that is stopped outside of the library cannot move a byte once the gate is shut; a peer that is stopped within it
+stays busy for as long as it is stopped. The numbers lie in the wake-up pages, each written by its owner alone. A gate's
+value is the generation of its slot, even while it is open, so that a reused slot opens nothing for its old peer.
 
-`busy` also paces a flood: one call into shm goes on for as long as its queue is not empty, and what it completes
-lets the poster post more, so one fast enough would hold the target's event loop for good. Hence no more than a window
-is posted within one call of the peer's, which its epoch tells from the next; or one piece, where that is larger. What
-was posted before the call is copied in it as well.
+`busy` also paces a flood. One call into shm goes on until its queue is empty, and its completions let the poster post
+more, so a fast enough poster would hold the target's event loop for good. Hence at most one window is posted within one
+call of the peer's, or one piece where that is larger; the peer's epoch tells one call from the next. That call also
+copies what was posted before it began.
 """
 
 from libc.errno cimport ENOTCONN
@@ -40,7 +40,7 @@ cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
 cdef enum:
-    LEAVING_NS = 5_000_000  # a call copies at most a window, in 0.2 to 2 ms; one stopped within it is not waited for
+    LEAVING_NS = 5_000_000  # a call copies at most a window, in 0.2 to 2 ms; a peer stopped within it is given up
 
 
 cdef inline bint enter(Channel* channel) noexcept nogil:
@@ -52,9 +52,10 @@ cdef inline bint enter(Channel* channel) noexcept nogil:
 
 
 cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Post through the gate, for a post makes progress, too; -ENOTCONN when the peer has shut it.
+    """Post through the gate, because a post makes progress, too; -ENOTCONN when the peer has shut it.
 
-    The gate stays open until `gate_leave`: passing it costs a locked store, a twentieth of a small page's time.
+    We stay within the gate until `gate_leave`: passing it costs a locked store, a twentieth of the time of a small
+    page.
     """
     if channel.own_busy != NULL and not channel.within:
         if not enter(channel):
@@ -65,7 +66,7 @@ cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept
 
 
 cdef void gate_leave(Channel* channel) noexcept nogil:
-    """Hand over the last of a few posts, and leave the gate; the peer waits for that when it shuts its side."""
+    """Hand over the last few posts, at once or with the batch, and leave the gate; a peer that shuts its gate waits."""
     if channel.impl != NULL and channel.ops.flush != NULL:
         if not channel.peer.batch.on:
             channel.ops.flush(channel.impl)
@@ -79,13 +80,13 @@ cdef void gate_leave(Channel* channel) noexcept nogil:
 
 
 cdef void batch_end(Batch* batch) noexcept nogil:
-    """Hand over what all have posted, and keep nothing more."""
+    """Hand over the posts of all channels, and end the batch."""
     batch.on = False
     batch_flush(batch)
 
 
 cdef void batch_flush(Batch* batch) noexcept nogil:
-    """Hand over what all have posted so far."""
+    """Hand over the posts of all channels so far."""
     cdef Channel* channel
     while batch.waiting != NULL:
         channel = batch.waiting
@@ -96,7 +97,7 @@ cdef void batch_flush(Batch* batch) noexcept nogil:
 
 
 cdef void batch_drop(Batch* batch, Channel* channel) noexcept nogil:
-    """Forget a channel that is about to go; what it kept went with its endpoint."""
+    """Forget a channel that is about to be freed; the posts that it kept went with its endpoint."""
     cdef Channel** link = &batch.waiting
     while channel.unflushed and link[0] != NULL:
         if link[0] == channel:
@@ -119,14 +120,14 @@ cdef int gate_poll(Channel* channel, Completion* out, int capacity) noexcept nog
 
 
 cdef int channel_arm(Channel* channel) noexcept nogil:
-    """Arm a channel; one that is closed or broken has nothing to tell."""
+    """Arm a channel; a closed or broken one has no events to wait for, and 0 is returned."""
     if not channel.open or channel.fault == BROKEN:
         return 0
     return channel.ops.arm(channel.impl)
 
 
 cdef void gate_shut(Channel* channel) noexcept nogil:
-    """Shut our gate: a peer that is not within its library now carries out nothing of ours any more."""
+    """Shut our gate: a peer that is not within its library now no longer carries out our posts."""
     if channel.own_gate != NULL:
         aiote_set(channel.own_gate, channel.own_gate[0] | 1)
 
@@ -136,17 +137,16 @@ cdef bint is_busy(Channel* channel) noexcept nogil:
 
 
 cdef bint is_reached(Channel* channel) noexcept nogil:
-    """Whether a GPU of the peer's still copies out of memory of ours, which no gate keeps it from."""
+    """Return whether a GPU of the peer still copies out of our memory, which no gate prevents."""
     return channel.ops.reached != NULL and channel.ops.reached(channel.impl)
 
 
 cdef bint gate_wait(Channel* channel) noexcept nogil:
-    """Give a peer that is within its library the time to leave it, and tell whether it has; our gate is shut.
+    """Give a peer that is within its library time to leave it, and return whether it has; our gate is shut.
 
-    So also where its GPU still copies what it took within an earlier call.
-
-    One whose slot has another generation has closed its end: what it is busy with there is another link's. Of a channel
-    without a gate nothing is known.
+    The same holds for a GPU of the peer that still copies what the peer took in an earlier call. A peer whose slot has
+    another generation has closed its end, and is busy for another link there. Without a gate the state is unknown:
+    False.
     """
     cdef uint64_t end = 0
     if channel.own_gate == NULL:
@@ -161,11 +161,11 @@ cdef bint gate_wait(Channel* channel) noexcept nogil:
 
 
 cdef bint gate_paced(Channel* channel, uint64_t payload, uint64_t window) noexcept nogil:
-    """Tell whether this much more may be over the window of the call that the peer is in now, if it is in one.
+    """Return whether this much more could exceed the window of the call that the peer is in now, if it is in one.
 
-    The peer's epoch is looked at once for each half window that was posted: the peer writes there twice a call, and a
-    look at every post would fetch that line from its cache each time (a quarter of a microsecond a page). Half a window
-    may be in the call before it is seen to have begun, and half in it afterwards.
+    The peer's epoch is read once for each half window that was posted, because the peer writes it twice a call, and
+    reading it at every post would fetch its line from the peer's cache each time (a quarter of a microsecond a page).
+    So half a window may be posted within the call before its beginning is seen, and half a window after that.
     """
     cdef uint32_t epoch
     if channel.peer_busy == NULL or channel.paced_bytes + payload <= window // 2:

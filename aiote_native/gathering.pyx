@@ -1,10 +1,11 @@
-"""Several parts of a transfer in one work request, on rails whose provider takes a list of SGEs for each.
+"""Gather several parts of a transfer in one work request, on rails whose provider takes a list of SGEs for each.
 
 A page that is a message of its own costs a header, an acknowledgement and a completion over tcp, and a system call over
-shm. Gathered they share these: up to `max_sge` SGEs, where parts that are neighbours in both memories are one.
-An immediate says beside its value for how many parts it counts, so nobody who counts can tell the difference.
+shm. Gathered pages share these: a work request takes up to `max_sge` SGEs, and parts that are neighbours in both
+memories share one. An immediate carries, beside its value, the number of parts that it counts for, so gathering never
+changes a count.
 
-Only whole parts are gathered, of one transfer, in order; nothing waits for others to come.
+Only whole parts of one transfer are gathered, in order, and no part waits for others to come.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
@@ -20,13 +21,15 @@ cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogi
 
 
 cdef inline bint gathers(const Op* op) noexcept nogil:
-    """Whether each part is one stripe, of bytes that lie somewhere. Not of reads: streams ask for one range each."""
+    """Return whether each part is one stripe of bytes that lie somewhere. Reads are not gathered, because streams ask
+    for one range each.
+    """
     return (op.opcode == OP_WRITE and op.parts > 1 and op.split.head_count + op.split.tail_count == 1
             and op.part_bytes > 0 and op.local_address != 0 and op.remote_base != NULL)
 
 
 cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t bytes_most, Post* args) noexcept nogil:
-    """Add the parts that follow the described one, until there are `most` of them or `bytes_most` bytes."""
+    """Add the parts that follow the described one, up to `most` parts or `bytes_most` bytes in all."""
     cdef uint64_t size = op.part_bytes
     cdef uint64_t local, remote
     cdef uint64_t at = op.part + 1
@@ -60,7 +63,7 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
 
 
 cdef uint64_t room_of(const Channel* channel, const Post* args) noexcept nogil:
-    """Return how many bytes may be under way on a channel with a request that is to be posted."""
+    """Return how many bytes may be in flight on a channel where the request is to be posted."""
     cdef uint64_t room = 0
     if args.opcode == OP_WRITE and channel.ops.room != NULL:
         room = channel.ops.room(channel.impl, args.desc, args.key)
@@ -68,9 +71,9 @@ cdef uint64_t room_of(const Channel* channel, const Post* args) noexcept nogil:
 
 
 def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uint64_t bytes_most) -> list[list[tuple]]:
-    """Return the SGEs (local, remote, length) of each work request for pages at these offsets, as `gather` has them.
+    """Return the SGEs (local, remote, length) of each work request for pages at these offsets, as `gather` makes them.
 
-    The offsets are in bytes; a request takes up to `most` pages, and beyond its first one up to `bytes_most` bytes.
+    Offsets are in bytes. A request takes up to `most` pages, and more than one only up to `bytes_most` bytes in all.
     Raises ValueError for lists of different lengths, and for more SGEs than there may be.
     """
     cdef uint64_t count = len(local)
@@ -87,7 +90,7 @@ def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uin
     memset(&op, 0, sizeof(op))
     channel.max_sge = max_sge
     op.parts, op.part_bytes, op.split.tail_count = count, page, 1
-    # The first byte of the local memory is the second one of all, for 0 says that there is none.
+    # The local memory begins at address 1, because 0 means that there is none.
     op.local_address = op.local_stride = op.remote_stride = 1
     op.local_index = <const int64_t*> <uint64_t> local_index.buffer_info()[0]
     op.remote_index = <const int64_t*> <uint64_t> remote_index.buffer_info()[0]

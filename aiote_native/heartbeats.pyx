@@ -1,14 +1,14 @@
 """Heartbeats of many peers in one pass.
 
-`Pulse` is the native twin of `aiote.core.heartbeat_clock.HeartbeatClock`, whose module says what the rule is: it keeps
-the times of one peer and reads no clock. `look_over` goes over the pulses of an engine, in C, and returns those peers
-that need their session: a heartbeat is due that only it can send, the peer has been silent for too long, or something
-is under way whose movement has to be watched. A thousand idle peers on this host are then a thousand loads.
+`Pulse` is the native twin of `aiote.core.heartbeat_clock.HeartbeatClock`, whose module explains the rule. It keeps the
+times of one peer and reads no clock. `look_over` goes over the pulses of an engine, in C, and returns the peers that
+need their session: a heartbeat is due that only the session can send, the peer has been silent for too long, or work is
+in flight whose movement has to be watched. A thousand idle peers on this host then cost a thousand loads.
 
-Peers that have each other's wake-up page (peer_wakeups.pyx) send no heartbeats at all: each engine counts its passes in
-its own page, and a peer whose count has gone on lives. It is the event loop that counts, as it sends heartbeats: a
-process whose loop stands still is as silent as one that was stopped. When exactly the count went on nobody knows; the
-peer is taken to have been heard at the look before, when it had not yet, so it is found dead no later than by
+Peers that have each other's wake-up page (peer_wakeups.pyx) send no heartbeats: each engine counts its passes in its
+own page, and a peer whose count goes on is alive. The event loop does this counting, as it sends heartbeats, so a
+process whose loop stands still is as silent as a stopped one. The exact time of an increment is unknown. The peer is
+taken to have been heard at the look before, when the count was still the old one, so it is found dead no later than by
 heartbeats.
 """
 
@@ -41,7 +41,7 @@ cdef class Pulse:
     cdef public bint attentive
 
     def __init__(self, double interval, double limit, send_every=None):
-        """Begin. Raises ValueError for times that are none."""
+        """Begin. Raises ValueError unless both times are finite and 0 < `interval` < `limit`."""
         if not (isfinite(interval) and isfinite(limit) and 0 < interval < limit):
             raise ValueError(f"0 < interval < limit expected, got interval {interval} and limit {limit}")
         self.interval = interval
@@ -50,9 +50,9 @@ cdef class Pulse:
         self.now = self.sent_at = self.heard_at = self.grace_end = -INFINITY
 
     def follow(self, PeerLink link, bint attentive=False) -> None:
-        """Watch what is under way over a link, and take its peer's page for heartbeats where it has one that counts.
+        """Watch the work in flight over a link, and use its peer's page for heartbeats if that counts.
 
-        `attentive`: this peer's session wants every look.
+        `attentive`: `look_over` returns this peer at every look, because its session wants that.
         """
         self.link = link
         self.attentive = attentive
@@ -64,23 +64,23 @@ cdef class Pulse:
                 return
 
     def due(self, double now, double early=0.0) -> bool:
-        """Say whether it is time to send a heartbeat, or will be within `early` of the time between two."""
+        """Return whether it is time to send a heartbeat, or will be within the fraction `early` of the interval."""
         return self.is_due(self.observe(now), early)
 
     def sent(self, double now) -> None:
-        """Take note that a heartbeat was sent."""
+        """Record that a heartbeat was sent."""
         self.sent_at = self.observe(now)
 
     def heard(self, double now) -> None:
-        """Take note of any sign of life of the peer."""
+        """Record a sign of life of the peer, of any kind."""
         self.hear(self.observe(now))
 
     def expired(self, double now) -> bool:
-        """Say whether the peer has been silent for too long."""
+        """Return whether the peer has been silent for too long."""
         return self.observe(now) >= self.expiry()
 
     def next_deadline(self, double now) -> float:
-        """Return when to call again at the latest: now, where a heartbeat is due or the peer expired."""
+        """Return when to call again at the latest: now, if a heartbeat is due or the peer has expired."""
         return self.deadline(self.observe(now))
 
     cdef bint is_due(self, double present, double early) noexcept:
@@ -97,7 +97,7 @@ cdef class Pulse:
         return max(present, min(min(self.sent_at + self.send_every, self.expiry()), present + self.interval / 2))
 
     cdef double observe(self, double now) noexcept:
-        """Return the present time; notice the end of a stall and give grace."""
+        """Return the present time, and give grace if a stall has just ended."""
         cdef double last = self.now
         self.now = max(last, now)
         if last == -INFINITY:
@@ -109,18 +109,18 @@ cdef class Pulse:
         return self.now
 
     cdef void look(self, double before) noexcept:
-        """See whether the peer's count has gone on since the look before, whose time that is."""
+        """Check whether the peer's count has gone on since the look before, which was at the time `before`."""
         cdef uint32_t beats
         if self.page is not None and self.page.page != NULL:
             beats = aiote_beats(&self.page.page.beats)
             if beats != self.beats:
                 self.beats = beats
                 self.hear(max(before, self.now - self.interval))
-            # Whoever looks has counted, too.
+            # This engine has counted in its own page as well, which stands for a heartbeat.
             self.sent_at = self.now
 
     cdef bint moves(self) noexcept:
-        """Whether anything is under way, or was at the last look: how it ends has to be seen as well."""
+        """Return whether work is in flight, or was at the last look: its end has to be seen as well."""
         cdef uint64_t[MAX_CHANNELS] ended
         cdef bint before = self.watched
         self.watched = False
@@ -133,8 +133,8 @@ cdef class Pulse:
 
 
 def look_over(dict beats, double now, double early) -> tuple[list[object], float]:
-    """Look at all pulses, the values; return the keys of those whose sessions have something to do, among them all
-    without a pulse, and when to look again for the others.
+    """Look at all pulses, the values of `beats`. Return the keys whose sessions have something to do, which include all
+    keys without a pulse, and when to look again for the others.
     """
     cdef Pulse pulse
     cdef double before, soonest = INFINITY

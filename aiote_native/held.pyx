@@ -1,9 +1,10 @@
-"""Transfers that wait for a stream of a GPU's: checked and counted as under way, but posted by nobody yet.
+"""Transfers that wait for a GPU stream: they are checked and count as in flight, but are not posted yet.
 
-As those that wait for a flag (proxy.pyx) they stand in the `armed` queue of their peer, so all that ends a request, a
-cancellation, a lost peer, a revoked lease, a closed engine, ends one of these as well. Every few rounds, and before the
-loop sleeps, the events are asked for; of one stream only the oldest that is not done, since those behind it are later.
-A transfer whose stream is done joins its peer's queue, and others have passed it meanwhile.
+Like transfers that wait for a flag (proxy.pyx) they stand in the `armed` queue of their peer, so everything that ends a
+request (a cancellation, a lost peer, a revoked lease, a closed engine) ends one of these as well. The engine queries
+their events every few rounds, and before the loop sleeps; of one stream only the oldest that is not done, because those
+behind it are later. A transfer whose stream is done joins its peer's queue, behind others that have passed it
+meanwhile.
 """
 
 cimport cython
@@ -17,12 +18,12 @@ from aiote_native.progress cimport Progress, alive, lock, unlock
 from aiote_native.structs cimport Op, PeerState
 
 cdef enum:
-    STREAMS = 8  # that are known to be late, in one look
+    STREAMS = 8  # streams that one look remembers as late
 
 
-@cython.no_gc_clear  # what was cleared could not give its events back
+@cython.no_gc_clear  # a cleared one could not give its events back
 cdef class Order:
-    """The points in streams that one request is behind. Taken when the request is submitted."""
+    """The points in streams that one request waits behind. They are recorded when the request is submitted."""
 
     def __cinit__(self):
         memset(&self.hold, 0, sizeof(Hold))
@@ -33,8 +34,8 @@ cdef class Order:
         self.give_events()
 
     def add(self, EventPool pool not None, uint64_t stream) -> None:
-        """Be behind what a stream of the pool's device has to do now. Raises ValueError, which says why this stream
-        cannot be waited for; what is behind a broken device fails when it is submitted.
+        """Wait behind the work that a stream of the pool's device has now. Raises ValueError, with the reason, if the
+        stream cannot be waited for. A request behind a broken device fails when it is submitted.
         """
         cdef int code
         if self.hold.count == HELD_MOST:
@@ -48,12 +49,12 @@ cdef class Order:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing that it is behind."""
+        """Whether the request waits for nothing."""
         return self.hold.count == 0 and self.hold.error == 0
 
     @property
     def failure(self) -> str:
-        """Why its points are never passed; empty where nothing is known against it."""
+        """Why its points will never be passed; empty where no error is known."""
         return described(self.hold.error) if self.hold.error else ""
 
     cdef Hold* begin(self, Progress* engine) noexcept:
@@ -61,7 +62,7 @@ cdef class Order:
         return &self.hold
 
     cdef int leave(self) except -1:
-        """Be forgotten, for the request is over; once this returns nobody looks at it any more."""
+        """Leave the engine's list, because the request is over. Once this returns, the engine does not look at it."""
         if self.engine != NULL and alive(self.engine):
             with nogil:
                 lock(self.engine)
@@ -79,7 +80,7 @@ cdef class Order:
 
 
 cdef Hold* hold_of(object order, Progress* engine) noexcept:
-    """Return what a request that is being submitted waits for; NULL for nothing."""
+    """Return the points that a request waits behind, as it is submitted; NULL for none."""
     return NULL if order is None else (<Order> order).begin(engine)
 
 
@@ -109,7 +110,7 @@ cdef void hold_unlink(State* state, Hold* hold) noexcept nogil:
 
 
 cdef void start_behind(State* state, PeerState* peer, Op* op, Hold* hold) noexcept nogil:
-    """Start a transfer once its hold is passed; NULL: at once."""
+    """Start a transfer once its hold is passed; at once where that is NULL."""
     op.peer = peer
     if hold == NULL or peer.failed or op.parts == 0:
         op_start(state, peer, op)
@@ -121,7 +122,7 @@ cdef void start_behind(State* state, PeerState* peer, Op* op, Hold* hold) noexce
 
 
 cdef void start_targets_behind(State* state, Op* parent, Hold* hold) noexcept nogil:
-    """Start every target of a request once its hold is passed (NULL: at once); it is over when all of them are."""
+    """Start every target of a request once its hold is passed (NULL: at once). It is over when all targets are."""
     cdef Op* op
     cdef uint32_t i
     parent.posted_all = True
@@ -153,7 +154,7 @@ cdef void release_one(State* state, Op* op, int error) noexcept nogil:
 
 
 cdef void release(State* state, Op* op, int error) noexcept nogil:
-    """Have a transfer, or every target of one, posted; or end it with an error."""
+    """Post a transfer, or every target of one; or end it with an error."""
     cdef uint32_t i
     if op.child_count == 0:
         release_one(state, op, error)
@@ -162,7 +163,7 @@ cdef void release(State* state, Op* op, int error) noexcept nogil:
 
 
 cdef bint is_late(const Hold* hold, void** streams, int count) noexcept nogil:
-    """Whether a stream that is not done yet comes before this."""
+    """Return whether the first stream that this waits for is known to be late."""
     cdef int i
     for i in range(count):
         if (streams[2 * i] == hold.points[hold.first].context

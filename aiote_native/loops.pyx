@@ -1,13 +1,13 @@
-"""Whether the caller runs in the event loop that an engine belongs to: what no method may be called outside of."""
+"""Check whether the caller runs in the engine's own event loop; no method may be called from outside of it."""
 
 
 cdef class OwnLoop:
-    """The loop of one engine. `running` returns the loop that runs the caller, or None; it may not raise."""
+    """The event loop of one engine. `running` returns the loop that runs the caller, or None; it must not raise."""
 
     def __init__(self, running, loop):
         self.running = running
         self.loop = loop
 
     cdef bint is_running(self) except -1:
-        # 30 ns of asyncio's own function in C; another thread has another loop there, or none.
+        # asyncio's own function in C takes 30 ns; in another thread it returns another loop, or None.
         return self.running() is self.loop

@@ -1,7 +1,8 @@
-"""A mailbox that moves to another channel because its own has failed: each message is taken once all the same.
+"""Move a mailbox to another channel after its own has failed, so that the peer still takes each message once.
 
-Whatever was sent and is not known to have come is *unsure*. Once the peer has told what came, it is over or is sent
-again, with the number that it had. The protocol is `aiote.core.failover`. The caller holds the engine's lock.
+A message that was sent and is not known to have come is *unsure*. Once the peer has told which came, an unsure message
+is over, or is sent again with the number that it had. `aiote.core.failover` owns the protocol. The caller holds the
+engine's lock.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -13,7 +14,7 @@ from aiote_native.structs cimport Op, Slot
 
 
 cdef void mailbox_detach(Mailbox* self) noexcept nogil:
-    """Take everything back from a channel that was shut: what was sent and did not end well is unsure."""
+    """Take every slot back from a channel that was shut. Messages that were sent and did not end well become unsure."""
     cdef Slot* slot
     cdef uint32_t i
     for i in range(self.slots + CREDIT_SLOTS):
@@ -33,14 +34,16 @@ cdef void mailbox_detach(Mailbox* self) noexcept nogil:
                 slot.next = self.unsure
                 self.unsure = slot
     self.credits_in_flight = 0
-    # What was told of our consumption may be lost; it is a running total, so telling it again does no harm.
+    # The peer may not have heard how much we consumed. That is a running total, so telling it again does no harm.
     self.advertised = self.advertised_floor = 0
     self.channel = NULL
 
 
 cdef bint mailbox_resolve(State* state, Mailbox* self, uint64_t top, const uint64_t* holes,
                           uint64_t count) noexcept nogil:
-    """Apply the peer's account of what came: the others are sent again. False where it claims what was never sent."""
+    """Apply the peer's account of the messages that came; the others are sent again. Return False where it names
+    messages that were never sent.
+    """
     cdef Slot* slot
     cdef bint arrived
     cdef uint64_t i
@@ -72,7 +75,7 @@ cdef void message_arrived(State* state, Mailbox* self, Slot* slot) noexcept nogi
 
 
 cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil:
-    """Go on over another channel; nothing is sent before `mailbox_release`, for the peer may not listen there yet."""
+    """Go on over another channel. `mailbox_release` starts sending, because the peer may not listen there before."""
     cdef uint32_t i
     self.channel = channel
     self.desc = desc
@@ -85,13 +88,13 @@ cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* de
 
 
 cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
-    """The peer listens on the new channel: send."""
+    """Send over the new channel, because the peer listens there now."""
     self.held = False
     mailbox_pump(state, self)
 
 
 cdef uint64_t mailbox_arrivals(const Mailbox* self, uint64_t* seen) noexcept nogil:
-    """Return the highest number of a message that came, and copy which did to `seen`, of as many words as slots."""
+    """Return the highest number of a message that came, and copy the table of arrivals to `seen`, of `slots` words."""
     if self == NULL:
         return 0
     memcpy(seen, self.seen, self.slots * sizeof(uint64_t))

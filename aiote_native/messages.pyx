@@ -1,12 +1,13 @@
 """Two-sided messages between two engines, with credits.
 
-The receiver posts `slots` receive buffers for each peer and reposts one when its message was taken; the sender has as
-many credits, so a sender that outruns the receiver waits at home and nothing is buffered or dropped by a provider.
-Every message has a number, and carries how many of the other direction's have been consumed so far and up to which
-number all have come (running totals, so they may be late or repeated but never wrong); no more than a pool is sent
-beyond either. When half a pool was consumed, or has come, and nothing flows back, a message of credits alone is sent.
-At most four of those can be under way, for each stands for half a pool of one or the other, and neither gets further
-than a pool before the first has arrived; as many more slots take them.
+The receiver posts `slots` receive buffers for each peer, and reposts one when its message was taken. The sender has as
+many credits, so a sender that outruns the receiver waits in its own process, and no provider buffers or drops messages.
+Every message has a number. It also carries how many of the other direction's messages have been consumed, and up to
+which number all of them have come. These are running totals, so they may be late or repeated but never wrong; a sender
+sends at most one pool of messages beyond either of them. When half a pool was consumed, or has come, and no message
+flows back, the receiver sends a message of credits alone. At most four of those can be in flight, because each stands
+for half a pool of one total or the other, and neither total gets further than a pool before the first of them has
+arrived. Four more slots take them.
 
 The caller holds the engine's lock.
 """
@@ -38,7 +39,9 @@ cdef struct Header:
 
 
 cdef uint32_t transmit_slots_of(uint32_t slots, uint32_t peer_slots) noexcept nogil:
-    """As many as the peer takes: with several channels a message keeps its slot until the peer says that it came."""
+    """Return how many messages to hold slots for: as many as the peer takes, because with several channels a message
+    keeps its slot until the peer says that it came.
+    """
     return (peer_slots if peer_slots > slots else slots) + CREDIT_SLOTS
 
 
@@ -48,7 +51,7 @@ cdef size_t mailbox_bytes(uint32_t slots, uint32_t peer_slots, uint32_t slot_byt
 
 cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
                           void* desc) except NULL:
-    """Lay out both pools in `memory` (of mailbox_bytes): receive slots first, then transmit slots."""
+    """Lay out both pools in `memory` (of mailbox_bytes): receive slots, then transmit slots. Raises MemoryError."""
     cdef Mailbox* self = <Mailbox*> calloc(1, sizeof(Mailbox))
     cdef uint32_t i
     cdef uint32_t count = slots + CREDIT_SLOTS
@@ -94,12 +97,14 @@ cdef void mailbox_free(Mailbox* self) noexcept nogil:
 
 
 cdef bint able(const Mailbox* self) noexcept nogil:
-    """Whether there is a channel to post to."""
+    """Return whether there is a channel to post to."""
     return self.channel != NULL and self.channel.open and not self.channel.paused
 
 
 cdef void channel_broken(State* state, Mailbox* self, int code) noexcept nogil:
-    """Take a refused or failed message for the end of its channel: whether it came, and its credit, is not known."""
+    """Treat a refused or failed message as the end of its channel, because it is unknown whether the message, and so
+    its credit, arrived.
+    """
     if self.channel.peer.survivable:
         channel_fault(state, self.channel, BROKEN, code)
     else:
@@ -154,7 +159,7 @@ cdef int post_message(State* state, Mailbox* self, Kind kind, const void* payloa
 
 
 cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
-    """Post a message that is in its slot already."""
+    """Post a message that already lies in its slot."""
     cdef Post args
     cdef int code
     (<Header*> slot.memory).consumed = self.consumed
@@ -234,7 +239,7 @@ cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil:
 
 
 cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
-    """Repost receives, send what has credits, and give credits back where nothing else carries them."""
+    """Repost receives, send messages that have credits, and give credits back where no message carries them."""
     if not able(self):
         return
     if self.repost != NULL:
@@ -250,7 +255,7 @@ cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
 
 
 cdef void mailbox_start(State* state, PeerState* peer, Op* op) noexcept nogil:
-    """Queue one message; its payload is copied when a credit and a slot are there."""
+    """Queue one message. Its payload is copied when a credit and a slot are there."""
     cdef Mailbox* self = peer.mailbox
     op.peer = peer
     if peer.failed or self == NULL:
@@ -270,7 +275,7 @@ cdef void mailbox_start(State* state, PeerState* peer, Op* op) noexcept nogil:
 
 
 cdef bint withdraw(State* state, Mailbox* self, Op* op) noexcept nogil:
-    """Take a message that was not posted out of the queue."""
+    """Take a message out of the queue, and return True, unless it was posted."""
     if op.posted_all:
         return False
     if op.prev == NULL:
@@ -294,7 +299,7 @@ cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil:
 
 
 cdef void free_arrived(Mailbox* self, uint64_t floor) noexcept nogil:
-    """Let go of the messages that have come, and are over."""
+    """Free the slots of messages that have come and are over."""
     cdef Slot** link = &self.unsure
     cdef Slot* slot
     while link[0] != NULL:
@@ -308,7 +313,7 @@ cdef void free_arrived(Mailbox* self, uint64_t floor) noexcept nogil:
 
 
 cdef bint expected(const Mailbox* self, const Header* header) noexcept nogil:
-    """Whether a message is within the pool's credits and new."""
+    """Return whether a message is new and within the pool's credits."""
     if header.kind == CREDITS:
         return header.number == 0
     return (0 < header.number <= self.floor + self.slots
@@ -362,7 +367,7 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
     slot.wr.busy = False
     slot.op = NULL
     if self.channel.peer.survivable and slot.number > self.peer_floor:
-        # Not every provider's completion means that it came, so the channel may still lose it.
+        # With some providers a completion does not mean that the message came, so the channel may still lose it.
         slot.next = self.unsure
         self.unsure = slot
     else:
@@ -378,7 +383,7 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
         else:
             op.provider_errno = completion.provider_errno
             op_fail(state, op, completion.status, self.channel.rail)
-    # Whether a failed message arrived is not known, and so neither is its credit: the pair cannot go on.
+    # It is unknown whether a failed message arrived, and so is its credit: the pair of engines cannot go on.
     if completion.status != 0 and self.channel.open:
         peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
 
@@ -399,7 +404,7 @@ cdef void send_again(State* state, Mailbox* self) noexcept nogil:
 
 
 cdef void end_slots(State* state, Slot* slot, int status, int rail) noexcept nogil:
-    """End messages that were sent once and never will be again."""
+    """End messages that were sent once and will never be sent again."""
     cdef Op* op
     while slot != NULL:
         op = slot.op

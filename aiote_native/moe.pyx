@@ -1,8 +1,8 @@
-"""What `aiote.moe` does with rows on a CPU: number, plan, pack and sum them, and copy runs of them.
+"""The row operations of `aiote.moe` on a CPU: number, plan, pack and sum rows, and copy runs of them.
 
-Rows are lines of two-dimensional arrays of bytes, whatever they hold; places are numbers of lines, -1 for none. The
-caller has checked all numbers, but those that come from peers, which `unfold` checks. Sums are of float32, term after
-term in the order of k, each product rounded by itself; a NaN is written as one and the same pattern.
+Rows are lines of two-dimensional arrays of bytes, whatever the bytes mean; places are numbers of lines, -1 for none.
+The caller has checked all numbers except those that come from peers, which `unfold` checks. Sums are in float32, term
+after term in the order of k, with each product rounded by itself; every NaN is written as one and the same pattern.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
@@ -19,7 +19,7 @@ cdef dict TYPES = {"bfloat16": MOE_BFLOAT16, "float16": MOE_FLOAT16, "float32": 
 
 
 def use_avx2(bint wanted) -> bool:
-    """Sum with AVX2 where the processor has it, or in plain C, which gives the same; return whether AVX2 is used."""
+    """Sum with AVX2 where the processor has it, or in plain C, with the same results; return whether AVX2 is used."""
     global wide
     wide = wanted and moe_has_avx2()
     return wide
@@ -27,10 +27,12 @@ def use_avx2(bint wanted) -> bool:
 
 def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank, int32_t[:, :] out,
           int32_t[::1] rows, int32_t[::1] copies):
-    """Number what tokens ask for, ids (tokens, k), in the order of the experts, or of ranks with copies by rank.
+    """Number the experts that tokens ask for, `ids` (tokens, k): rows in the order of the experts, or, `by_rank`,
+    copies in the order of the ranks.
 
-    Fills `out` (tokens, k) with the number of the row, or of the copy, -1 where an id is no expert; a copy that serves
-    several k has one number. Fills the rows for each expert and the copies for each rank.
+    Fills `out` (tokens, k) with the number of the row, or of the copy; -1 where an id is no expert. A copy that serves
+    several k has one number. Fills `rows` with the number of rows for each expert, and `copies` with the number of
+    copies for each rank.
     """
     cdef Py_ssize_t tokens = ids.shape[0], top_k = ids.shape[1], ranks = copies.shape[0], t, k
     cdef int32_t *next_row
@@ -75,8 +77,8 @@ def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank,
 
 def lay_out(const int64_t[:, ::1] experts, const int64_t[:, ::1] copies, int64_t rows, int64_t align, bint grouped,
             bint whole, int64_t[:, :, :, ::1] tables, int64_t[:, :, ::1] places, int64_t[:, :, ::1] pairs) -> tuple:
-    """Lay out a round as `aiote.moe.plan.Plan` does, which is the reference, from the rows for each expert
-    (ranks, experts), and the copies for each rank (ranks, ranks) or None; return the demand and whether rows overflow.
+    """Lay out a round as the reference, `aiote.moe.plan.Plan`, does, from the rows for each expert (ranks, experts),
+    and the copies for each rank (ranks, ranks) or None. Return the demand and whether rows overflow.
 
     Fills `tables` (4, ranks, ranks, experts of a rank): by_rank, first, before, kept; `places` (2, ranks, experts of a
     rank): base, taken; `pairs` (4, ranks, ranks): rows, start, answer with a reply for each row, kept_rows.
@@ -123,7 +125,8 @@ def find_runs(const int64_t[:, :, :, ::1] tables, const int64_t[:, :, ::1] place
               Py_ssize_t target, int64_t[:, ::1] out, int64_t[::1] ends) -> None:
     """Find the runs of a source's rows at each rank, or, where `source` is -1, of each rank's rows at a target.
 
-    Fills `out` (runs, 3), which has room for a run of each expert of all ranks, and where those of each rank end in it.
+    Fills `out` (runs, 3), which has room for a run of each expert of all ranks, and `ends` with the end of each rank's
+    runs in it.
     """
     cdef Py_ssize_t ranks = tables.shape[1], i, j, s, t, found = 0
     with nogil:
@@ -142,10 +145,10 @@ def find_runs(const int64_t[:, :, :, ::1] tables, const int64_t[:, :, ::1] place
 def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, const int32_t[:, :] at,
          const uint8_t[:, :] x, const uint8_t[:, :] scales, const uint8_t[:, :] tail, int64_t scales_at,
          int64_t tail_at):
-    """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it.
+    """Make rows of tokens: copy token t to each row that `at` (tokens, k) names, with its scales and tail behind it.
 
-    Rows from `first` to `last` are the rank's own and go to `own`, from its line 0 on; others to `sent`. What a row has
-    besides is left as it is.
+    Rows from `first` to `last` are the rank's own and go to `own`, from its line 0 on; the others go to `sent`. Other
+    bytes of a row stay as they are.
     """
     cdef Py_ssize_t t, k, j
     cdef int32_t place
@@ -166,7 +169,7 @@ def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, con
                     row = &own[0, 0] + (place - first) * own.strides[0]
                 else:
                     row = &sent[0, 0] + place * sent.strides[0]
-                # Tokens may lie in these very rows.
+                # memmove, because tokens may lie in these very rows.
                 if x.shape[1]:
                     memmove(row, &x[0, 0] + t * x.strides[0], x.shape[1])
                 if scales.shape[1]:
@@ -176,7 +179,7 @@ def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, con
 
 
 def copy_runs(uint8_t[:, :] to, const uint8_t[:, :] source, const int64_t[:, :] runs, int64_t nbytes):
-    """Copy the first bytes of rows, for each run (row there, row here, count)."""
+    """Copy the first `nbytes` of each row, for each run (row there, row here, count)."""
     cdef Py_ssize_t i
     cdef int64_t line, there, here
     with nogil:
@@ -192,10 +195,11 @@ def copy_runs(uint8_t[:, :] to, const uint8_t[:, :] source, const int64_t[:, :] 
 
 def unfold(uint8_t[:, :] to, const uint8_t[:, :] source, int64_t nbytes, const int32_t[:, :] ids, int64_t first,
            const int64_t[:] base, const int64_t[:] room, int32_t[:, :] places, int64_t[::1] seen):
-    """Copy each copy of `source` to the place of every expert that it is for: ids (copies, k), of all ranks' experts.
+    """Copy each line of `source` to the places of the experts that it is for: `ids` (copies, k), among all ranks'
+    experts.
 
-    Those of this rank begin at `first`; the rows of each lie from `base` on, and there is `room` for so many. Fills
-    `places` (copies, k), -1 where there is none, and `seen` with how many rows each expert had, dropped ones too.
+    The experts of this rank begin at `first`. The rows of each lie from `base` on, with `room` for that many. Fills
+    `places` (copies, k), -1 where there is none, and `seen` with how many rows each expert had, dropped ones included.
     """
     cdef Py_ssize_t line, k, held = base.shape[0]
     cdef int64_t expert
@@ -217,8 +221,8 @@ def combine(uint8_t[:, :] out, const uint8_t[:, :] rows, const int32_t[:, :] pla
             str dtype not None, bint accumulate, const uint8_t[:, :] own=None):
     """Sum rows: line i of `out` becomes the sum over k of `weights[i, k]` times row `places[i, k]`, skipping -1.
 
-    Without weights rows are summed as they are. `accumulate` adds what is there already, last. With `own` a place of -2
-    is its row 0, -3 its row 1, and so on.
+    Without weights the rows are summed as they are. `accumulate` adds the old values of `out`, last. With `own`, a
+    place of -2 is its row 0, -3 its row 1, and so on.
     """
     cdef Py_ssize_t i, k, top_k = places.shape[1]
     cdef bint has_own = own is not None

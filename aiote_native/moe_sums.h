@@ -1,8 +1,9 @@
-/* Sums of rows in float32, for aiote_native.moe: with AVX2 and F16C where the processor has them, else in plain C.
+/* Sums of rows in float32, for aiote_native.moe: with AVX2 and F16C where the processor has them, otherwise in plain C.
  *
- * Both give the same bits: each product is rounded, then added (no fused multiply-add: build with -ffp-contract=off),
- * in the order of the rows, and a NaN is written as one pattern. Rounding to bfloat16 and float16 is to the nearest,
- * ties to even; the conversions in plain C are after https://gist.github.com/rygorous/2156668 (public domain).
+ * Both give the same bits: each product is rounded before it is added (no fused multiply-add: build with
+ * -ffp-contract=off), the rows are added in order, and every NaN is written as one pattern. Rounding to bfloat16 and
+ * float16 is to the nearest, ties to even; the conversions in plain C follow https://gist.github.com/rygorous/2156668
+ * (public domain).
  */
 #pragma once
 #include <stdint.h>
@@ -61,8 +62,8 @@ static inline void moe_store(uint8_t *row, int64_t i, int dtype, float value)
     memcpy(row + 2 * i, &half, 2);
 }
 
-/* Elements `first` to `width` of one sum: `out` becomes the sum of `count` rows, each times its weight (NULL: as it is),
- * and of what `out` was, if `accumulate`. */
+/* Set elements `first` to `width` of `out` to the sum of `count` rows, each times its weight (as it is where `weights`
+ * is NULL), and of the old `out` if `accumulate`. */
 static inline void moe_sum_plain(uint8_t *out, const uint8_t *const *rows, const float *weights, int count, int64_t first,
                                  int64_t width, int dtype, int accumulate)
 {
@@ -114,7 +115,8 @@ MOE_AVX2 static inline void moe_store8(uint8_t *row, int64_t i, int dtype, __m25
     _mm_storeu_si128(to, _mm256_castsi256_si128(bits));
 }
 
-/* Thirty-two elements at a time: each row is read a cache line or two at once, and the sums stay in registers. */
+/* Sum thirty-two elements at a time, so that each row is read a cache line or two at once and the sums stay in
+ * registers. Return the number of elements that were summed; the rest is for the plain C. */
 MOE_AVX2 static inline int64_t moe_sum_avx2(uint8_t *out, const uint8_t *const *rows, const float *weights, int count,
                                             int64_t width, int dtype, int accumulate)
 {
@@ -139,7 +141,7 @@ MOE_AVX2 static inline int64_t moe_sum_avx2(uint8_t *out, const uint8_t *const *
     return i;
 }
 
-/* One copy for each type, so that the compiler sees which it is. */
+/* One copy for each type, so that the type is a constant for the compiler. */
 #define MOE_SUM_OF(name, dtype)                                                                                              \
     MOE_AVX2 static int64_t name(uint8_t *out, const uint8_t *const *rows, const float *weights, int count, int64_t width, \
                                  int accumulate)                                                                          \

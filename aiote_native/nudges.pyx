@@ -1,4 +1,4 @@
-"""Having peers look who sleep while nothing is under way: what rails say to each other by themselves wakes nobody."""
+"""Make sleeping peers look while no work is in flight, because the rails' own messages wake no peer."""
 
 from aiote_native.core cimport Core
 from aiote_native.peer_wakeups cimport wake_peer
@@ -7,7 +7,9 @@ from aiote_native.structs cimport PeerState
 
 
 def nudge(Core core not None) -> None:
-    """Say what rails have to say, wake the peers that sleep, and look again soon. Nothing once the engine is closed."""
+    """Do a round, so that rails send their own messages; wake sleeping peers; and look again soon. Does nothing once
+    the engine is closed.
+    """
     cdef PeerState* peer
     cdef int i
     if not alive(&core.engine):

@@ -7,8 +7,9 @@ cdef enum:
     SECRET_BYTES = 16
 
 # The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. `beats`
-# counts on while its event loop lives, from 1 (heartbeats.pyx); 0 is that of an engine which does not count. Each
-# peer has a slot: `waiting` is how much of our work toward it is outstanding, `gate` and `busy` are those of gates.pyx.
+# starts at 1 and counts on while the engine's event loop lives (heartbeats.pyx); 0 means that the engine does not
+# count. Each peer has a slot: `waiting` is how much of our work toward it is outstanding; gates.pyx owns `gate` and
+# `busy`.
 cdef struct WakeupPage:
     uint32_t asleep
     uint32_t beats

@@ -1,17 +1,18 @@
-"""Waking a sleeping peer on this host, for rails without a wait descriptor: `shm` moves no data while its target makes
+"""Wake a sleeping peer on this host, for rails without a wait descriptor: `shm` moves no data while its target makes
 no call into the library.
 
-Each engine owns one page of shared memory (a memfd, so nothing is left behind when the process dies), which its peers
-on this host may read, and a datagram socket. Before it sleeps it makes `asleep` odd, polls once more, and sleeps. After
-a post its peers load `asleep` and, when it is odd, send a datagram. Store, fence, poll on one side and post, fence,
-load on the other: one of the two always sees the other (Dekker). `waiting[slot]` says how much of its own work toward
-one peer is outstanding. A peer that made progress for it, without a completion of its own, reads that and sends a
-wake-up as well, once for each sleep; a peer that has work outstanding itself does the same.
+Each engine owns one page of shared memory, which its peers on this host may read, and a datagram socket. (The page is a
+memfd, so nothing is left behind when the process dies.) Before the engine sleeps it makes `asleep` odd, polls once
+more, and then sleeps. After a post its peers load `asleep`, and send a datagram when it is odd. One side stores, fences
+and polls; the other posts, fences and loads: one of the two always sees the other (Dekker). `waiting[slot]` says how
+much of the engine's own work toward one peer is outstanding. A peer that made progress on that work, without a
+completion of its own, reads this number and sends a wake-up as well, once for each sleep. A peer that has work of its
+own outstanding does the same.
 
-No peer can harm another through what they share. The page is sealed: peers cannot write it. There is no common eventfd:
-one peer could take the others' wake-ups by reading it, or block them by making it blocking. Each peer sends through a
-socket of its own. Anybody on the host can read the sockets' names (/proc/net/unix) and write to them, but a filter in
-the kernel drops, before it is queued, whatever does not begin with the socket's secret.
+No peer can harm another through what they share. The page is sealed: peers cannot write it. There is no common eventfd,
+because one peer could take the others' wake-ups by reading it, or block them by making it blocking. Each peer sends
+through a socket of its own. Any process on the host can read the sockets' names (/proc/net/unix) and write to them, but
+a filter in the kernel drops every datagram that does not begin with the socket's secret, before it is queued.
 """
 
 from libc.errno cimport EINVAL, ENOBUFS, ENOMEM, errno
@@ -62,17 +63,17 @@ cdef extern from "<linux/filter.h>" nogil:
 cdef enum:
     SECRET_WORDS = SECRET_BYTES // 4
     SO_PASSRIGHTS = 83
-    F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1, and of Python 3.13
-    MAX_WAKEUPS = 64  # that are taken at once; a queue has about ten by default (net.unix.max_dgram_qlen)
+    F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1; Python has the name since 3.13
+    MAX_WAKEUPS = 64  # wake-ups taken at once; a queue holds about ten by default (net.unix.max_dgram_qlen)
 
 cdef bytes NAME = b"\0aiote-"
 
 
 def guarded_socket(bint rights) -> tuple[socket.socket, bytes]:
-    """Open a datagram socket at a name of its own, which takes nothing that does not begin with a secret of 16 bytes.
+    """Open a datagram socket at a name of its own, which takes only datagrams that begin with a secret of 16 bytes.
 
-    Return it with its address for peers: the secret, then the name. `rights` lets descriptors come with it. Raises
-    OSError.
+    Return it with its address for peers: the secret, then the name. `rights` lets descriptors come with datagrams.
+    Raises OSError.
     """
     cdef bytes secret = os.urandom(SECRET_BYTES)
     cdef sock_filter[2 * SECRET_WORDS + 2] program
@@ -88,12 +89,13 @@ def guarded_socket(bint rights) -> tuple[socket.socket, bytes]:
     whole.filter = program
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
-        # Before it has a name, so that nothing else is ever in its queue.
+        # Attached before the socket has a name, so that no other datagram is ever in its queue.
         check(-errno if setsockopt(made.fileno(), SOL_SOCKET, SO_ATTACH_FILTER, &whole, sizeof(whole)) else 0,
               "setsockopt(SO_ATTACH_FILTER)")
         if not rights:
-            # Receiving a wake-up would close a descriptor that came with it, and closing what a peer has chosen, such
-            # as a socket that lingers, takes as long as the peer likes. Before Linux 6.16 nothing keeps it out.
+            # Receiving a wake-up would close a descriptor that came with it, and closing a descriptor of the peer's
+            # choice, such as a socket that lingers, takes as long as the peer likes. Before Linux 6.16 no option keeps
+            # it out.
             setsockopt(made.fileno(), SOL_SOCKET, SO_PASSRIGHTS, &off, sizeof(off))
         name = NAME + os.urandom(16).hex().encode()
         made.bind(name)
@@ -104,7 +106,7 @@ def guarded_socket(bint rights) -> tuple[socket.socket, bytes]:
 
 
 def parse_address(bytes address) -> tuple[bytes, bytes]:
-    """Return secret and name of a peer's socket. Raises ValueError for what is none, such as a name of others'."""
+    """Return the secret and the name of a peer's socket. Raises ValueError for any other address."""
     secret, name = address[:SECRET_BYTES], address[SECRET_BYTES:]
     if len(secret) != SECRET_BYTES or len(name) != len(NAME) + 32 or not name.startswith(NAME):
         raise ValueError("that is no address of a wake-up socket")
@@ -112,18 +114,19 @@ def parse_address(bytes address) -> tuple[bytes, bytes]:
 
 
 def check_sealed(int fd, size_t length, str what) -> None:
-    """Check that memory of a peer's cannot shrink under who maps it. Raises OSError and ValueError."""
+    """Check that a peer's memory cannot shrink while it is mapped. Raises OSError and ValueError."""
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError(f"the {what} of the peer is not sealed against shrinking")
-    # To the byte, which huge pages never have: of those there may be none left when they are touched.
+    # Exact to the byte, which excludes huge pages: none of those may be left when the memory is touched.
     if os.fstat(fd).st_size != length:
         raise ValueError(f"the {what} of the peer has {os.fstat(fd).st_size} bytes, expected {length}")
 
 
 cdef int wake_peer(Channel* channel, bint polled) noexcept nogil:
-    """Wake the peer if it sleeps, once a sleep; after a mere poll only when it or we wait for work of our own.
+    """Wake the peer if it sleeps, once for each sleep; after a mere poll only when either side has work outstanding.
+    Return how many wake-ups were sent.
 
-    shm hands a large message over in pieces: a poll takes one, or puts the next one there, without any completion.
+    shm hands a large message over in pieces: a poll takes one piece, or puts the next one there, without a completion.
     """
     cdef const WakeupPage* page = <const WakeupPage*> channel.peer_page
     cdef uint32_t epoch
@@ -135,8 +138,8 @@ cdef int wake_peer(Channel* channel, bint polled) noexcept nogil:
     if channel.woken_epoch == epoch or (
             polled and channel.outstanding == 0 and aiote_load(&page.waiting[channel.peer_slot]) == 0):
         return 0
-    # A full queue (EAGAIN) is readable already: the peer wakes all the same. What fails for want of memory is tried
-    # again after the next poll, which the timer sees to as long as anything is outstanding.
+    # A full queue (EAGAIN) is readable already, so the peer wakes all the same. A send that fails for want of memory is
+    # tried again after the next poll, which the timer causes while anything is outstanding.
     if (send(channel.peer_wakeup_fd, channel.peer_wakeup_secret, SECRET_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL) < 0
             and errno in (ENOBUFS, ENOMEM)):
         return 0
@@ -169,14 +172,15 @@ cdef class WakeupEvent:
             check(-errno if ftruncate(self.memory_fd, sizeof(WakeupPage)) else 0, "ftruncate(wake-up page)")
             self.page = <WakeupPage*> map_page(self.memory_fd, PROT_READ | PROT_WRITE)
             self.page.beats = 1
-            # No one who maps it can be made to fault by a shrinking file; and after the own map none can be written.
+            # A peer that maps the page must not fault because the file shrinks. After our own map, no writable one can
+            # be made.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             try:
                 fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals)
             except OSError as error:
                 if error.errno != EINVAL:
                     raise
-                # Linux before 5.1 knows no such seal, and there a peer could have us look awake or asleep to others.
+                # Linux before 5.1 lacks that seal, so there a peer could make us look awake or asleep to others.
                 fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals & ~F_SEAL_FUTURE_WRITE)
             self.socket, self.address = guarded_socket(False)
             self.socket_fd = self.socket.fileno()
@@ -185,27 +189,27 @@ cdef class WakeupEvent:
             raise
 
     def beat(self) -> None:
-        """Let the peers see that this engine's event loop lives. Nothing once the event is closed."""
+        """Show the peers that this engine's event loop lives. Does nothing once the event is closed."""
         if self.page != NULL:
             aiote_store(&self.page.beats, self.page.beats + 1 if self.page.beats + 1 else 1)
 
     def take_slot(self) -> tuple[int, int]:
         """Take a free slot for one peer and open its gate; return it with its generation.
 
-        (-1, 0) when all are taken: then posts alone wake the peer, and there is no gate.
+        (-1, 0) when all are taken: then only posts wake the peer, and there is no gate.
         """
         cdef int slot
         if not self.free_slots:
             return -1, 0
-        # The one that was freed first: its old peer has most likely left. If not, it knows another generation.
+        # The slot that was freed first, because its old peer has most likely left. If not, it knows another generation.
         slot = self.free_slots.popleft()
         aiote_store(&self.page.gate[slot], (self.page.gate[slot] | 1) + 1)
         return slot, self.page.gate[slot]
 
     def free_slot(self, int slot) -> None:
-        """Give a slot back. Nothing once the event is closed.
+        """Give a slot back. Does nothing once the event is closed.
 
-        Its gate stays as it is: through an open one the peer still takes the messages that were sent to it.
+        Its gate stays as it is, because through an open gate the peer still takes the messages that were sent to it.
         """
         if self.page != NULL and 0 <= slot < WAKEUP_SLOTS and slot not in self.free_slots:
             self.page.waiting[slot] = 0
@@ -233,14 +237,14 @@ cdef void* map_page(int fd, int protection) except NULL:
 
 
 cdef class PeerWakeup:
-    """How to wake one peer, from the descriptor of its page, which is closed, and the address of its socket."""
+    """Wakes one peer. It is made from the descriptor of the peer's page, which it closes, and its socket's address."""
 
     def __cinit__(self):
         self.page = NULL
         self.socket_fd = -1
 
     def __init__(self, int memory_fd, bytes address):
-        """Map the page and open a socket to the peer's. Raises OSError, and ValueError for what could harm us."""
+        """Map the page and open a socket to the peer's. Raises OSError, and ValueError if they could harm us."""
         try:
             if self.page != NULL:
                 raise RuntimeError("the wake-up event is open already")
@@ -255,11 +259,11 @@ cdef class PeerWakeup:
             os.close(memory_fd)
 
     def busy(self, int slot) -> bool:
-        """Tell whether the peer is within a call into its library for that slot of its own."""
+        """Return whether the peer is within a call into its library, by slot `slot` of its own page."""
         return self.page != NULL and 0 <= slot < WAKEUP_SLOTS and aiote_load(&self.page.busy[slot]) & 1 != 0
 
     def close_socket(self) -> None:
-        """Close the socket and keep the page: nobody is woken any more. Idempotent."""
+        """Close the socket, so that it wakes the peer no more, and keep the page. Idempotent."""
         if self.socket_fd >= 0:
             close(self.socket_fd)
             self.socket_fd = -1

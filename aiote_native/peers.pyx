@@ -1,4 +1,4 @@
-"""A peer as the native floor has it: its channels, its mailbox, and their end."""
+"""A peer in the native engine: its channels, its mailbox, and their end."""
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.object cimport PyObject
@@ -46,8 +46,8 @@ cdef PeerLink open_peer(object core, Progress* engine, object tag):
 cdef class PeerLink(ChannelSet):
     """The channels to one peer. `tag` and `peer` are the caller's own objects.
 
-    While it is `ready`, and fewer than `limit` requests are `unfinished`, requests start without the caller's consent
-    (`requests.pyx`); while it is not, `on_room` is called when one has ended.
+    While the link is `ready`, and fewer than `limit` requests are `unfinished`, requests start without the caller's
+    consent (`requests.pyx`). While it is not `ready`, the core calls `on_room` when a request has ended.
     """
 
     def __cinit__(self):
@@ -68,14 +68,15 @@ cdef class PeerLink(ChannelSet):
                     LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerWakeup wakeup=None, int slot=-1,
                     int peer_slot=-1, uint32_t peer_generation=0, int number=-1,
                     uint64_t speed_mbps=0) -> None:
-        """Take an endpoint that is connected to the peer's.
+        """Take over an endpoint that is connected to the peer's.
 
-        `scratch` is local memory for operations without any, `imm_key` and `imm_address` the peer's target of
-        an immediate alone, `largest` bounds a message below the provider's own limit, `least` is what an
-        immediate alone carries, `wakeup` is how to wake the peer, with the slot that this side has in its own
-        page and the slot that the peer has in its, with that one's generation. `number` names a channel that was shut,
-        in whose place this one comes; it carries nothing before `admit`. `speed_mbps` is what the NIC says of itself
-        (0: nothing), which counts until there is a measurement.
+        `scratch` is local memory for operations that have none. `imm_key` and `imm_address` are the peer's target of an
+        immediate alone, which carries `least` bytes. `largest` bounds a message below the provider's own limit.
+        `wakeup` is the means to wake the peer; `slot` is a slot of our own page, and `peer_slot`, with its generation
+        `peer_generation`, one of the peer's page. `number` names a channel that was shut, which this one replaces; it
+        carries nothing before `admit`. `speed_mbps` is the speed that the NIC states (0: none), which counts until
+        there is a measurement. Raises ValueError for numbers that do not exist, RuntimeError for a closed peer, for too
+        many channels, and where channel `number` is not shut.
         """
         cdef Channel* channel
         cdef bint watched = False
@@ -132,7 +133,7 @@ cdef class PeerLink(ChannelSet):
             unlock(self.engine)
 
     cdef void place_channel(self, Channel* channel, int number) noexcept nogil:
-        """Let a channel take part, in the place of one that was shut where `number` names it."""
+        """Let a channel take part, in place of a shut one if `number` names one."""
         self.engine.state.channels += 1
         if number >= 0:
             self.drop_notice(self.state.channels[number])
@@ -165,15 +166,16 @@ cdef class PeerLink(ChannelSet):
             channel.peer_generation = peer_generation
 
     def greeted(self) -> None:
-        """Take note that the peer has made progress since we joined its endpoint, and so has looked at ours."""
-        # Read by who closes the link alone, which is the event loop, too.
+        """Record that the peer has made progress since we joined its endpoint, and so has looked at ours."""
+        # Only the code that closes the link reads this, and it runs on the event loop, too.
         self.state.greeting = False
 
     def open_mailbox(self, LocalMemory memory, uint32_t slots, uint32_t message_bytes, uint32_t peer_slots,
                      uint32_t peer_message_bytes) -> None:
-        """Post the receive pool: `slots` messages of `message_bytes`; the peer's numbers bound what is sent to it.
+        """Post the receive pool: `slots` messages of `message_bytes`. The peer's numbers bound the messages sent to it.
 
-        `memory` holds `pool_bytes(...)` and is closed with the link.
+        `memory` holds `pool_bytes(...)` and is closed with the link. Raises RuntimeError for a second mailbox or
+        without a channel, ValueError for memory that is too short.
         """
         cdef uint32_t slot_bytes = max(message_bytes, peer_message_bytes) + HEADER_BYTES
         cdef Mailbox* mailbox
@@ -196,8 +198,8 @@ cdef class PeerLink(ChannelSet):
     def take_message(self, buffer=None) -> bytes | int | None:
         """Take the oldest message that arrived from this peer and give its slot back; None when there is none.
 
-        With a `buffer` it is copied there, and its length is returned. Raises ValueError where it is longer than that,
-        and stays.
+        With a `buffer`, copy the message there and return its length. Raises ValueError, and leaves the message where
+        it is, if the buffer is shorter than the message.
         """
         cdef Slot* slot
         if self.leftover:
@@ -212,7 +214,7 @@ cdef class PeerLink(ChannelSet):
             unlock(self.engine)
         if slot == NULL:
             return None
-        # It stays the first one until it is consumed here: others are put behind it.
+        # It stays the first one until it is consumed here, because later ones are put behind it.
         if buffer is None:
             payload = (<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length]
         else:
@@ -228,7 +230,7 @@ cdef class PeerLink(ChannelSet):
 
     @property
     def messages(self) -> int:
-        """Messages that arrived and were not taken."""
+        """The number of messages that arrived and were not taken."""
         cdef uint64_t ready
         if self.leftover or self.closed or self.state.mailbox == NULL or not alive(self.engine):
             return len(self.leftover)
@@ -239,7 +241,7 @@ cdef class PeerLink(ChannelSet):
         return ready
 
     def fail(self, int errnum) -> None:
-        """Give the peer up: what is queued ends with this error; what is posted ends when the link is closed."""
+        """Give the peer up: queued work ends with this error; posted work ends when the link is closed."""
         if self.closed or not alive(self.engine):
             return
         with nogil:
@@ -253,15 +255,15 @@ cdef class PeerLink(ChannelSet):
     def close(self, int errnum=EIO) -> None:
         """End every channel; when this returns no byte moves to or from the peer, unless it is `unsettled`.
 
-        What was queued or posted ends with an error at the next `Core.reap`; messages that had arrived can
-        still be taken. Idempotent.
+        Queued and posted work ends with an error at the next `Core.reap`. Messages that had arrived can still be taken.
+        Idempotent.
         """
         cdef Mailbox* mailbox
         cdef int i
         if self.closed or not alive(self.engine):
             return
         self.fail(errnum)
-        # At once, for where the GIL is let go another thread may call, too.
+        # Set at once, because another thread may call, too, while the GIL is released.
         self.closed = True
         with nogil:
             lock(self.engine)
@@ -298,7 +300,7 @@ cdef class PeerLink(ChannelSet):
         return -1
 
     def move_mailbox(self, int number) -> None:
-        """Receive messages over another channel; none is sent before `release_mailbox`."""
+        """Receive messages over another channel; we send none there before `release_mailbox`."""
         cdef Channel* channel = self.channel_of(number)
         cdef void* desc = self.mailbox_memory.descs[channel.rail] if self.mailbox_memory is not None else NULL
         with nogil:
@@ -309,7 +311,7 @@ cdef class PeerLink(ChannelSet):
             unlock(self.engine)
 
     def release_mailbox(self) -> None:
-        """Say that the peer receives there, too."""
+        """Send messages there, too, because the peer receives there now."""
         if self.closed or not alive(self.engine):
             return
         with nogil:
@@ -321,19 +323,24 @@ cdef class PeerLink(ChannelSet):
 
     @property
     def quiet(self) -> bool:
-        """Whether the peer is known to carry out nothing more of ours: the link is closed, and every channel has a gate
-        that the peer is not behind, whose GPUs copied nothing when it was shut. Others are never known to be quiet."""
+        """Whether the peer is known to carry out nothing more of ours: the link is closed, every channel has a gate,
+        the peer is not within any of them, and its GPUs copied nothing when they were shut. Without gates a peer is
+        never known to be quiet.
+        """
         return (self.closed and not self.state.reached and len(self.peer_wakeups) == len(self.endpoints)
                 and not any(slot < 0 or (<PeerWakeup> wakeup).busy(slot) for wakeup, slot in self.peer_wakeups))
 
     @property
     def unsettled(self) -> bool:
-        """Whether the peer may carry out some of what was under way at the close: it was in a call that did not end, or
-        there is no gate that would keep it out."""
+        """Whether the peer may still carry out some of the work that was in flight at the close: it was in a call that
+        did not end, or no gate keeps it out.
+        """
         return self.state.unsettled
 
     cdef int keep_messages(self, Mailbox* mailbox) except -1:
-        """Copy what arrived and was not taken, for the pool's memory goes; free the mailbox, which has no channel."""
+        """Copy the messages that arrived and were not taken, because the pool's memory is about to be closed. Free the
+        mailbox, which has no channel.
+        """
         cdef Slot* slot = mailbox.ready_head
         try:
             while slot != NULL:
@@ -358,7 +365,7 @@ cdef class PeerLink(ChannelSet):
 
 
 cdef object store(const void* data, size_t length, buffer):
-    """Copy a message into a buffer, and return how long it is."""
+    """Copy a message into a buffer and return its length. Raises ValueError where the buffer is too short."""
     cdef Py_buffer view
     PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
     try:
@@ -376,5 +383,5 @@ cpdef object deliver(bytes data, buffer):
 
 
 def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_slots, uint32_t peer_message_bytes) -> int:
-    """Return the bytes of memory that `open_mailbox` needs for these numbers."""
+    """Return how many bytes of memory `open_mailbox` needs for these numbers."""
     return mailbox_bytes(slots, peer_slots, max(message_bytes, peer_message_bytes) + HEADER_BYTES)

@@ -4,28 +4,28 @@ from aiote_native.counters cimport Table
 from aiote_native.cuda.events cimport Hold
 from aiote_native.structs cimport MAX_RAILS, Batch, Channel, DoneList, Op, PeerState, Post, Split, WorkRequest
 
-# What all channels of an engine share. Guarded by the engine's lock.
+# The state that all channels of an engine share. The engine's lock guards it.
 cdef struct State:
     DoneList done
     Table counters
     PeerState* peers
     Batch batch
     uint64_t outstanding     # work requests of transfers and messages that a NIC holds
-    uint64_t queued          # transfers with something left to post
-    uint64_t blocked         # posts that were refused for now in the last round
-    uint64_t inbox           # messages that nobody took yet
-    uint64_t channels        # how many are open
-    uint64_t failures        # peers whose failure was not reported yet
-    uint64_t events          # things that happened, ever: a changed value means that there was progress
+    uint64_t queued          # transfers and messages with something left to post
+    uint64_t blocked         # posts that a provider refused for now in the last round
+    uint64_t inbox           # messages that arrived and that the user has not taken yet
+    uint64_t channels        # open channels
+    uint64_t failures        # failed peers, and channels to look at, that Python was not told of yet
+    uint64_t events          # everything that ever happened: a changed value means that there was progress
     uint64_t posted
     uint64_t completed
-    uint64_t refused[MAX_RAILS]  # posts that a rail did not take now
+    uint64_t refused[MAX_RAILS]  # posts that a rail refused
     uint64_t immediates
     uint64_t wakeups
-    Hold* holds              # of transfers that wait for a stream of a GPU's, in the order of their submission
+    Hold* holds              # the holds of transfers that wait for a GPU stream, in the order of submission
     Hold* last_hold
     uint64_t carried[MAX_RAILS]  # bytes of our own requests that a rail carried
-    uint64_t ended[MAX_RAILS]    # work requests that ended on channels of a rail that are gone
+    uint64_t ended[MAX_RAILS]    # work requests of a rail that ended on channels which no longer exist
 
 cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
                     Split* out) noexcept nogil

@@ -1,11 +1,11 @@
-"""Transfers: split in stripes, posted, retried and ended without the GIL.
+"""Transfers: split into stripes, posted, retried and ended without the GIL.
 
-A transfer is `parts` parts of equal length (one for a plain write, one a page for paged ones), each split alike. It
-moves through the queue of its peer: about TURN parts or stripes a turn, then the next transfer of that peer has its
-turn, so a small write never waits behind a million pages. A refused post (-EAGAIN: queue full, still connecting) is
-tried on the peer's other channels, then left for the next round. A transfer that failed or was cancelled posts
-nothing more and is over when the last of its work requests is: not before, because until then a NIC may use the
-memory. The caller holds the engine's lock. The plain Python reference of the split is `aiote.core.striping`.
+A transfer has `parts` parts of equal length (one for a plain write, one a page for a paged one), each split alike. It
+moves through its peer's queue: after about TURN parts or stripes the next transfer has its turn, so a small write never
+waits behind a million pages. A refused post (-EAGAIN: queue full, still connecting) is tried on the peer's other
+channels, then left for the next round. A transfer that failed or was cancelled posts nothing more and is over when the
+last of its work requests is, and not before, because until then a NIC may use the memory. The caller holds the engine's
+lock. The plain Python reference of the split is `aiote.core.striping`.
 """
 
 from libc.errno cimport EAGAIN, EBUSY, EHOSTUNREACH
@@ -20,25 +20,25 @@ from aiote_native.schedule cimport STREAK_BYTES, begin_measure, is_cut_off, next
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, OP_READ, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
-    # Parts or stripes of one transfer before the next one's turn: more lower EFA's packet rate (TransferEngine).
+    # Parts or stripes of one transfer before the next one's turn: more would lower EFA's packet rate (TransferEngine).
     TURN = 32
-    PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
-    EARLY = 1 << 18  # bytes of the least post that wakes its peer before it copies: at 64 KiB that took longer
+    PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx), which copies them meanwhile
+    EARLY = 1 << 18  # bytes of the least post that wakes its peer before it copies: at 64 KiB the transfer took longer
     STRIPES_A_LANE = 4
-    GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
-    GRAIN = 1 << 19  # bytes of a stripe that is split beyond one for each rail
+    GATHER_BYTES = 1 << 18  # bytes of gathered parts in one message, beside which its fixed cost is a tenth
+    GRAIN = 1 << 19  # least bytes of a stripe where a part is split into more than one for each rail
 
 
 cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
                     Split* out) noexcept nogil:
-    # Most are one stripe, and a division takes as long as all else that is done here.
+    # Most parts are one stripe, and a division takes as long as everything else here.
     cdef uint64_t needed = 1 if length <= largest else length // largest + (1 if length % largest else 0)
     cdef uint64_t spread = 1 if lanes <= 1 else length // smallest if smallest else length
     if spread < 1:
         spread = 1
     if spread > lanes:
         spread = lanes
-    # No more than that can carry the immediate, however many lanes there are.
+    # No more stripes than that can carry the immediate, however many lanes there are.
     if counted and spread > MAX_STRIPES:
         spread = MAX_STRIPES
     if needed < spread:
@@ -62,13 +62,13 @@ cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t 
 
 
 cdef void split_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil:
-    """Split the parts of a transfer for the channels that its peer has now; a pinned one is not split to be spread."""
+    """Split the parts of a transfer for the channels that its peer has now; a pinned transfer is not spread."""
     cdef uint64_t lanes = usable(peer)
     cdef uint64_t grains = op.part_bytes // GRAIN
     if lanes <= 1 or op.pin >= 0:
         lanes = 1
     elif grains > lanes:
-        # Several stripes for each rail, so that unequal rails can share a large write as they are able to.
+        # Several stripes for each rail, so that each of unequal rails can take its share of a large write.
         lanes = grains if grains < lanes * STRIPES_A_LANE else lanes * STRIPES_A_LANE
     split_part(op.part_bytes, <uint32_t> lanes, largest, smallest, op.counted, &op.split)
     if op.split.head_count + op.split.tail_count == 1:
@@ -87,7 +87,7 @@ cdef void piece_of(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offse
 
 
 def plan(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted) -> tuple[list, list]:
-    """Return the (offset, length) of the plain and of the last stripes of one write, as transfers are split."""
+    """Return the (offset, length) of the plain and of the last stripes of one write, split as transfers are."""
     cdef Split split
     cdef uint64_t offset = 0, size = 0, j
     split_part(length, lanes, largest, smallest, counted, &split)
@@ -109,7 +109,7 @@ cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil:
 
 
 cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) noexcept nogil:
-    """Post with a work request of the channel's pool; -EAGAIN when that is empty or the provider's queue full."""
+    """Post with a work request of the channel's pool; -EAGAIN if the pool is empty or the provider's queue is full."""
     cdef WorkRequest* wr = channel.spare
     cdef int code
     if wr == NULL:
@@ -132,7 +132,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     wr.busy = True
     if (args.payload >= EARLY and args.opcode != OP_READ and channel.peer_page != NULL
             and channel.ops.moved != NULL):
-        # What a post copies itself a peer can take meanwhile, on another processor.
+        # While a post copies bytes itself, the peer can take them on another processor.
         state.wakeups += wake_peer(channel, False)
     code = gate_post(channel, args, wr)
     if code != 0:
@@ -201,7 +201,7 @@ cdef void op_end(State* state, Op* op) noexcept nogil:
 
 
 cdef void child_over(State* state, Op* parent, Op* child) noexcept nogil:
-    """Take one target of many as over; the first error is the request's, and the others go on."""
+    """Record that one target of many is over. The first error becomes the request's, and the other targets go on."""
     parent.outstanding -= 1
     parent.confirmed += child.confirmed
     if child.status != 0 and parent.status == 0:
@@ -213,7 +213,7 @@ cdef void child_over(State* state, Op* parent, Op* child) noexcept nogil:
 
 
 cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
-    """Stop posting; the first error is kept, and told when nothing is outstanding any more."""
+    """Stop posting. The first error is kept, and reported when the last outstanding work request is over."""
     if op.status == 0:
         op.status = status
         if rail >= 0:
@@ -239,7 +239,7 @@ cdef void op_cancel(State* state, Op* op) noexcept nogil:
 
 
 cdef void op_completed(State* state, Op* op, int status, int provider_errno, int rail, uint64_t length) noexcept nogil:
-    """Take one work request as over. The op may be gone when this returns, where it is a piece of a recovery."""
+    """Record that a work request is over. The op may be freed when this returns, if it is a piece of a recovery."""
     op.outstanding -= 1
     if status != 0:
         if op.status == 0:
@@ -254,7 +254,7 @@ cdef void op_completed(State* state, Op* op, int status, int provider_errno, int
             # It rested between its head and its tail, so it was not in the queue that the failure emptied.
             op_fail(state, op, op.peer.error, op.peer.error_rail)
         elif op.phase == 0 and not op.queued:
-            # The plain stripes have arrived; only now may the immediates follow, for nothing is ordered.
+            # The plain stripes have arrived; only now may the immediates follow, because writes are not ordered.
             op.phase = 1
             op.part = op.stripe = 0
             op.owed = op.carried
@@ -262,7 +262,7 @@ cdef void op_completed(State* state, Op* op, int status, int provider_errno, int
 
 
 cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
-    """Fill in the next work request of a transfer for one channel, with that channel's own keys."""
+    """Describe the next work request of a transfer for one channel, with that channel's own keys."""
     cdef uint64_t offset = 0
     cdef uint64_t size = 0
     cdef uint64_t local, remote
@@ -281,7 +281,7 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     args.stripe = op.stripe
     args.phase = op.phase
     if args.with_imm:
-        # Immediates that are sent again have all their 32 bits already.
+        # Immediates that are sent again already have all their 32 bits.
         args.imm = op.imm if op.kind == RESENT else op.imm | ((op.split.tail_count - 1) << 28)
     else:
         args.imm = 0
@@ -303,7 +303,7 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
 
 
 cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
-    """Step to the next stripe, which is behind so many parts where they were gathered; False: the phase has no more."""
+    """Step to the next stripe, past `parts` gathered parts. Return False when the phase has no more stripes."""
     cdef uint64_t count = op.split.head_count if op.phase == 0 else op.split.tail_count
     op.stripe += 1
     if op.stripe < count:
@@ -316,11 +316,11 @@ cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
 
 
 cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const Op* op) noexcept nogil:
-    """Return how many bytes of several parts may go in one work request of a channel now."""
+    """Return how many bytes of several parts one work request of a channel may carry now."""
     cdef uint64_t most = GATHER_BYTES
     if peer.round_robin or channel.in_flight >= channel.window:
         return 0
-    # Where there are others, no more than is left of what one choice of a channel is good for.
+    # Where there are other channels, no more than the rest of the bytes for which one choice of a channel holds.
     if peer.channel_count > 1:
         most = STREAK_BYTES + op.stripe_bytes
         most = most - peer.streak_bytes if peer.streak_bytes < most else 0
@@ -332,8 +332,8 @@ cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const
 cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexcept nogil:
     """Post the next stripe, or several parts in one, on the channel expected to finish it earliest.
 
-    -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions; -EHOSTUNREACH: no rail
-    that is there reaches the memory of both ends.
+    -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions; -EHOSTUNREACH: none of
+    the rails that are there reaches the memory of both ends.
     """
     cdef Post args
     cdef Channel* channel
@@ -347,10 +347,10 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
                 code = -EHOSTUNREACH
             break
         describe_post(op, channel, &args)
-        # What is for this channel alone only needs room to begin, or smaller ones would keep it waiting for good.
+        # A post for this channel alone only needs room to begin, or smaller posts would keep it waiting for good.
         alone = op.pin >= 0 or op.owed != 0
         if channel.in_flight and channel.in_flight + (0 if alone else args.payload) > room_of(channel, &args):
-            # It will be first all the same: what is posted elsewhere now would be over later.
+            # This channel is still expected to finish first: a post on another one would now be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.max_sge > 1:
             gather(op, channel, MAX_PARTS, gathered_most(peer, channel, op), &args)
@@ -377,7 +377,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
 
 
 cdef int pump_op(State* state, PeerState* peer, Op* op) noexcept nogil:
-    """Post up to a turn's worth. 0: posted all there is for now; 1: its turn is over; else as `post_next`."""
+    """Post up to a turn's worth. 0: everything is posted for now; 1: its turn is over; otherwise as `post_next`."""
     cdef int code = post_turn(state, peer, op)
     cdef int i
     for i in range(peer.channel_count):
@@ -403,7 +403,7 @@ cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
         budget -= <int64_t> parts
         if not advance(op, parts):
             unlink(state, peer, op)
-            # After the plain stripes the transfer rests until they have arrived, unless there are no others to come.
+            # After the plain stripes the transfer rests until they have arrived, unless no other stripes follow.
             op.posted_all = op.phase == 1 or op.split.tail_count == 0
             return 0
     return 1
@@ -417,7 +417,7 @@ cdef void wake_peer_channels(State* state, PeerState* peer) noexcept nogil:
 
 
 cdef void pump_probes(State* state, PeerState* peer) noexcept nogil:
-    """Post what is to prove channels, each as soon as its own takes it."""
+    """Post the transfers that prove channels, each as soon as its own channel takes it."""
     cdef Op* op = peer.probes.head
     cdef Op* following
     while op != NULL:
@@ -440,18 +440,18 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
         op = peer.queue.head
         started = state.posted
         code = pump_op(state, peer, op)
-        # What it could post was its turn: a queue with less room than that would otherwise serve the first alone.
+        # Whatever it posted was its turn: a queue with less room than a turn would otherwise serve the first one alone.
         if code != 0 and op.next != NULL and state.posted != started:
             unlink(state, peer, op)
             link_tail(state, peer, op)
         if code < 0 and (op.pin >= 0 or op.owed) and op.next != NULL:
-            # It waits for one rail; the others go on, and it is tried again in the next round.
+            # It waits for one rail. The others go on, and it is tried again in the next round.
             unlink(state, peer, op)
             link_tail(state, peer, op)
             state.blocked += code == -EAGAIN
             continue
         if code < 0:
-            # A full channel has completions to come, and each of them brings us here again; a refusal needs the timer.
+            # A full channel has completions to come, and each of them brings us here again. A refusal needs the timer.
             state.blocked += code == -EAGAIN
             break
     if state.posted != before:
@@ -460,7 +460,7 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
 
 
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
-    """Queue a transfer and post what can be posted at once."""
+    """Queue a transfer, and post as much of it as can be posted at once."""
     op.peer = peer
     op.phase = 0 if op.split.head_count else 1
     if peer.failed:
@@ -474,13 +474,13 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
         op_end(state, op)
         return
     link_tail(state, peer, op)
-    # Behind one that waits for its own rail nothing has to wait.
+    # Other transfers need not wait behind one that waits for its own rail.
     if op.proof or peer.queue.head == op or peer.queue.head.pin not in (-1, op.pin):
         pump_peer(state, peer)
 
 
 cdef void peer_fail(State* state, PeerState* peer, int error, int rail) noexcept nogil:
-    """Mark a peer as lost and end what is queued for it; what a NIC holds ends when its channels are shut."""
+    """Mark a peer as lost and end its queued transfers; posted work ends when the peer's channels are shut."""
     if peer.failed:
         return
     peer.failed = True

@@ -9,16 +9,16 @@ from aiote_native.requests cimport Request
 from aiote_native.scatter cimport TargetOps
 from aiote_native.structs cimport Op
 
-# What was checked of one target: an Op that lacks what each request says, and the bounds of that.
+# A checked target: an Op without the numbers that each request brings, and the bounds of those numbers.
 cdef struct Row:
-    PyObject* link       # kept, as the next two, by the lists of whose row it is
+    PyObject* link       # PreparedTargets.kept owns this reference and the next two
     PyObject* local      # NULL: an immediate alone
-    PyObject* flight     # of what goes through its lease; NULL: it has none
+    PyObject* flight     # the requests that go through its lease; NULL: it has no lease
     uint64_t local_bytes
     uint64_t remote_bytes
     uint64_t local_pages
     uint64_t remote_pages
-    int rails            # that the remote memory was registered with
+    int rails            # the number of rails that the remote memory was registered with
     Op op
 
 cdef class Integers:
@@ -49,7 +49,7 @@ cdef class TargetRun(TargetOps):
     cdef int64_t* pages
     cdef bint started
     cdef bint numbered   # each target has an immediate of its own
-    cdef Hold* hold      # what it waits for; NULL: nothing
+    cdef Hold* hold      # the stream points that it waits behind; NULL: none
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1
     cdef bint is_open(self, bint admitted) except -1
     cdef int retain(self, Request request) except -1

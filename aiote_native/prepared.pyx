@@ -1,10 +1,11 @@
-"""Targets that were checked once, for many requests: each brings arrays of lengths and offsets, or of page numbers.
+"""Targets that are checked once for many requests, which bring arrays of lengths and offsets, or of page numbers.
 
-A scatter that is made anew looks at each target in Python, which takes longer than to post it. Here a request copies a
-checked `Op` for each of its targets, puts its own numbers in, and posts all of them under one lock. What may have
-changed since is looked at each time: whether the peer is there and has room, the region open, the lease valid.
+A scatter that is built anew looks at each target in Python, which takes longer than to post it. Here a request copies a
+checked `Op` for each of its targets, fills in its own numbers, and posts all of them under one lock. Each start looks
+again at everything that may have changed: whether the peer is there and has room, the region is open, and the lease is
+valid.
 
-The caller's arrays are read once, when the run is made; what is checked is what was copied.
+The caller's arrays are read once, when the run is made, and the copied numbers are the ones that are checked.
 """
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
@@ -29,11 +30,11 @@ from aiote_native.structs cimport MAX_CHANNELS, OP_WRITE, Op
 from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 
 cdef uint64_t MOST_PAGES = 1 << 56
-cdef uint64_t ANY_PAGE = 1 << 62  # of a stride of 0 every page is the same one
+cdef uint64_t ANY_PAGE = 1 << 62  # with a stride of 0 every page is the same one
 
 
 cdef class Integers:
-    """A caller's row of 64-bit integers, through the buffer protocol; None stands for zeros."""
+    """A caller's row of 64-bit integers, through the buffer protocol; `None` stands for zeros. Raises TypeError."""
 
     def __cinit__(self, str name, values):
         cdef const char* kind
@@ -58,7 +59,7 @@ cdef class Integers:
             raise TypeError(f"{name}: one dimension of int64 or uint64 is expected, got {self.view.ndim} of format "
                             f"{(<bytes> self.view.format).decode()!r}")
         self.count = self.view.shape[0]
-        # Arrays of ctypes leave the strides out, though they are asked for them.
+        # Arrays of ctypes leave the strides out even where the caller asks for them.
         self.step = self.view.strides[0] if self.view.strides != NULL else 8
 
     def __dealloc__(self):
@@ -66,7 +67,7 @@ cdef class Integers:
             PyBuffer_Release(&self.view)
 
     cdef uint64_t at(self, uint64_t i) noexcept nogil:
-        """Return a number; one below 0 is larger than any bound."""
+        """Return a number. A number below 0 becomes larger than any bound."""
         cdef uint64_t value = 0
         if self.held:
             memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.step, 8)
@@ -80,7 +81,7 @@ cdef class Integers:
 cdef class PreparedTargets:
     """Up to `capacity` targets of one engine, written by pages where there are `page_bytes`.
 
-    `peers` is for the caller: whose targets they are.
+    `peers` is for the caller, to note whose targets they are.
     """
 
     def __cinit__(self, Core core not None, uint32_t capacity, uint64_t page_bytes=0):
@@ -98,8 +99,9 @@ cdef class PreparedTargets:
     def add(self, PeerLink link not None, LocalMemory local, uint64_t local_start, uint64_t local_bytes,
             RemoteMemory remote, uint64_t remote_start, uint64_t remote_bytes, uint64_t local_stride=0,
             uint64_t remote_stride=0, Flight flight=None) -> None:
-        """Add a target: what is written comes from one range and goes to another; without memories it is an immediate
-        alone. Raises ValueError for a range that leaves its region, and for remote memory that is read-only.
+        """Add a target: bytes of one range are written to another; without memories it is an immediate alone.
+
+        Raises ValueError for a range that leaves its region, and for remote memory that is read-only.
         """
         cdef Row* row
         if self.count >= self.capacity:
@@ -127,11 +129,11 @@ cdef class PreparedTargets:
         self.count += 1
 
     def scatter(self, lengths, local_offsets, remote_offsets, to, immediates=None) -> TargetRun:
-        """Make a run of one write to each target, or to those whose positions `to` lists; with `immediates` write i
+        """Make a run of one write to each target, or to those whose positions `to` lists. With `immediates`, write i
         counts on number i of them.
 
-        Raises TypeError for what is no array of 64-bit integers, ValueError for arrays of different lengths, a position
-        that is none, a range that leaves the target's, and an immediate of over 28 bits.
+        Raises TypeError for anything but arrays of 64-bit integers, ValueError for arrays of different lengths, a
+        position without a target, a range that leaves the target's, and an immediate of over 28 bits.
         """
         cdef Integers length = Integers("lengths", lengths)
         cdef Integers here = Integers("local_offsets", local_offsets)
@@ -170,8 +172,8 @@ cdef class PreparedTargets:
     def write_pages(self, local_pages, remote_pages, counts) -> TargetRun:
         """Make a run of page writes: the first `counts[0]` pages go to target 0, the next to target 1, and so on.
 
-        Raises TypeError and ValueError as `scatter`; `counts` None is for a single target, and a count of 0 leaves one
-        out.
+        Raises TypeError and ValueError as `scatter` does. `counts` None means a single target, and a count of 0 leaves
+        a target out.
         """
         cdef Integers here = Integers("local_pages", local_pages)
         cdef Integers there = Integers("remote_pages", remote_pages)
@@ -211,19 +213,19 @@ cdef class PreparedTargets:
 
 
 cdef uint64_t pages_in(uint64_t length, uint64_t page, uint64_t stride) noexcept nogil:
-    """Return how many pages, so far apart, begin at a multiple of the stride and are all within the length."""
+    """Return how many pages that begin at multiples of the stride lie completely within the length."""
     if page > length:
         return 0
     return (length - page) // stride + 1 if stride else ANY_PAGE
 
 
 cdef uint64_t shared(uint64_t total, uint64_t count) noexcept nogil:
-    """Add a count; what is no count, or too large a sum, stays larger than any number of pages."""
+    """Add a count. An invalid count, or too large a sum, stays larger than any number of pages."""
     return total + count if total < ANY_PAGE and count < ANY_PAGE else ANY_PAGE
 
 
 cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil:
-    """Have a write count on number `i`, if there are numbers; False for what is no immediate."""
+    """Make a write count on number `i`, if there are numbers; return False if that is no immediate."""
     cdef uint64_t imm = imms.at(i)
     op.counted = imms.held
     op.imm = <uint32_t> imm
@@ -232,7 +234,7 @@ cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil:
 
 cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers length, Integers here, Integers there,
                          Integers to, Integers imms) noexcept nogil:
-    """Copy the checked targets, with a request's own numbers. Returns the position of the first bad one, or -1."""
+    """Copy the checked targets and fill in a request's numbers. Return the position of the first bad one, or -1."""
     cdef uint64_t i, at, size, near, far
     cdef const Row* row
     cdef Op* op
@@ -259,7 +261,7 @@ cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers lengt
 
 cdef int64_t fill_pages(PreparedTargets prepared, TargetRun run, Integers here, Integers there,
                         Integers shares) noexcept nogil:
-    """Copy the targets that get pages, and the numbers of those. Returns the position of the first bad page, or -1."""
+    """Copy the targets that get pages, and their page numbers. Return the position of the first bad page, or -1."""
     cdef uint64_t at, near, far, end
     cdef uint64_t page = 0
     cdef int64_t* source = run.pages
@@ -286,19 +288,19 @@ cdef int64_t fill_pages(PreparedTargets prepared, TargetRun run, Integers here, 
                 return page
             source[page], target[page] = <int64_t> near, <int64_t> far
             page += 1
-    # The counts were summed before; fewer now means that another thread has changed them.
+    # The counts were summed before. If they make fewer pages now, another thread has changed them.
     return -1 if page == here.count else <int64_t> page
 
 
 cdef class TargetRun(TargetOps):
-    """The targets of one request, made of prepared ones."""
+    """The targets of one request, copied from prepared ones."""
 
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1:
-        # An array without strides of its own may have any length; what is asked of malloc stays below 2 ** 63.
+        # An array without strides of its own may have any length. The size that malloc is given stays below 2 ** 63.
         if count > 0xFFFFFFFF or pages >= MOST_PAGES:
             raise ValueError(f"{count} targets and {pages} pages are too many for one request")
         self.prepared = prepared
-        # One piece of memory: the ops, the page numbers of both sides, and which target each op is of.
+        # One piece of memory: the ops, the page numbers of both sides, and the number of each op's target.
         self.ops = <Op*> malloc(count * (sizeof(Op) + sizeof(uint32_t)) + 2 * pages * sizeof(int64_t) + 1)
         if self.ops == NULL:
             raise MemoryError
@@ -312,7 +314,7 @@ cdef class TargetRun(TargetOps):
         return [self.chosen[i] for i in range(self.count)]
 
     cdef bint is_open(self, bint admitted) except -1:
-        """Whether every target may be written to now; `admitted`: whoever asks has room at their peers."""
+        """Return whether every target may be written to now; `admitted`: the caller has room at their peers."""
         cdef const Row* row
         cdef PeerLink link
         cdef LocalMemory local
@@ -333,7 +335,7 @@ cdef class TargetRun(TargetOps):
         return True
 
     cdef int retain(self, Request request) except -1:
-        """Count as under way with every link, memory and lease."""
+        """Count the request as in flight with every link, memory and lease."""
         cdef const Row* row
         cdef uint32_t i
         for i in range(self.count):
@@ -346,7 +348,7 @@ cdef class TargetRun(TargetOps):
         return 0
 
     def leave(self, request) -> None:
-        """Count as over; called by the request."""
+        """Count the request as over; the request calls this."""
         cdef const Row* row
         cdef uint32_t i
         for i in range(self.count):
@@ -358,11 +360,11 @@ cdef class TargetRun(TargetOps):
                 (<Flight> row.flight).drop(request)
 
     def start(self, type kind, owner, int64_t imm, bint admitted=False, Order order=None) -> Request | None:
-        """Post all of it as one request of `kind`, made without its `__init__`, whose peer is `owner`.
+        """Post all of it as one request of `kind`, made without its `__init__`, with `owner` as its peer.
 
-        None: something has changed that needs a closer look, and nothing was posted. `imm` is the immediate of every
-        write, below 0 none; it is ignored where each has its own. `admitted`: the caller has looked for room; `order`:
-        what it is behind. Raises RuntimeError for a run that was started before.
+        Return None, and post nothing, where something has changed that needs a closer look. `imm` is the immediate of
+        every write, below 0 none; it is ignored where each write has its own. `admitted`: the caller has looked for
+        room. `order`: the points that the request waits behind. Raises RuntimeError for a run that was started before.
         """
         cdef Core core = self.prepared.core
         cdef Request request
@@ -394,7 +396,7 @@ cdef class TargetRun(TargetOps):
         return request
 
     cdef void begin(self, State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
-        """Start every target. Each is split and posted in one go, while its peer is in the cache."""
+        """Start every target. Each is split and posted in one go, while its peer is in the processor's cache."""
         cdef uint32_t i
         cdef Op* op
         parent.posted_all = True
@@ -416,13 +418,13 @@ cdef class TargetRun(TargetOps):
             start_targets_behind(state, parent, self.hold)
 
     cdef void count_on(self, Op* op, int64_t imm) noexcept nogil:
-        """Have a write count on the immediate of all, unless each has its own."""
+        """Make a write count on the immediate of all, unless each has its own."""
         if not self.numbered:
             op.counted = imm >= 0
             op.imm = <uint32_t> imm if imm >= 0 else 0
 
     cdef int begun(self) except -1:
-        """Go on without the lock once it was begun."""
+        """Continue without the lock after `begin`; a subclass adds its own step here."""
         return 0
 
 

@@ -16,7 +16,7 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_join(pthread_t, void**)
 
-# A value in memory whose change is awaited.
+# A watched value: a word in memory whose change a coroutine awaits.
 cdef struct Watched:
     Done done
     Watched* prev
@@ -28,27 +28,27 @@ cdef struct Watched:
     bint linked
 
 cdef enum:
-    ROUNDS = 8  # that an event loop is kept for by an engine that does not spin
+    ROUNDS = 8  # rounds for which an engine that does not spin may keep its event loop
 
 cdef struct Progress:
     State state
     pthread_mutex_t lock
     int epoll_fd
     int wake_fd
-    uint32_t called       # the wake descriptor has been written since it was read
+    uint32_t called       # the wake descriptor was written, and not read since
     int timer_fd
     int notify_fd
     WakeupPage* wakeup_page
     int wakeup_fd
     uint64_t spin_ns
     uint64_t last_activity
-    bint fresh            # something has happened since the clock was last looked at
-    uint32_t idle         # rounds in which nothing happened
+    bint fresh            # something has happened since the clock was last read
+    uint32_t idle         # rounds without progress
     uint64_t seen_events
     uint64_t tick_ns
     uint64_t left_ns
     bint timer_armed
-    bint copying          # a GPU's copies are under way, of which nothing tells
+    bint copying          # a GPU copies, and no descriptor will report the end of that
     uint64_t waits
     uint64_t receivers
     Watched* watches
@@ -63,9 +63,9 @@ cdef struct Progress:
     pthread_t thread
     uint64_t sleeps
     uint64_t rounds
-    RailTimes* times      # of each rail (timing.pyx); NULL before anybody asked for them
-    uint32_t timed_every  # 0: no times are taken now
-    const ClockOps* clock  # NULL: the system's; else nobody spins, and the timer's descriptor is an eventfd
+    RailTimes* times      # of each rail (timing.pyx); NULL before the first `time_rails`
+    uint32_t timed_every  # 0: no request is timed now
+    const ClockOps* clock  # NULL: the system's clock; otherwise the engine never spins, and timer_fd is an eventfd
     void* clock_context
 
 cdef void watch_link(Progress* self, Watched* watched) noexcept nogil

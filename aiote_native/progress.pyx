@@ -1,10 +1,10 @@
 """The progress loop: drain completion queues, post what waits, and sleep when there is nothing to do.
 
-A round drains every channel and gives every peer's queue its turn. While something is outstanding or awaited the loop
-keeps going for `spin_ns` after the last thing that happened; then it clears its own wake-ups, says that it sleeps,
-drains once more, arms every rail, and only then lets its caller sleep on the one epoll descriptor: whatever comes
-after the last drain makes that descriptor readable. A timer covers what no descriptor announces: posts that a
-provider refused, rails without a wait descriptor, watched values, copies that a GPU does.
+A round drains every channel and gives every peer's queue its turn. While something is outstanding or awaited, the loop
+keeps going for `spin_ns` after the last progress. Then it clears its own wake-ups, announces that it sleeps, drains
+once more, and arms every rail. Only then may its caller sleep on the one epoll descriptor, because whatever comes after
+the last drain makes that descriptor readable. A timer covers the things that no descriptor announces: posts that a
+provider refused, rails without a wait descriptor, watched values, and copies by a GPU.
 
 The same function serves an event loop, and a native thread that never takes the GIL.
 """
@@ -46,7 +46,7 @@ cdef extern from *:
         default: return __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE);
         }
     }
-    /* Start a thread that runs on one processor from its first instruction; a negative one is any. */
+    /* Start a thread that runs on processor `cpu` from its first instruction; on any processor if that is negative. */
     static int aiote_start(pthread_t* thread, int cpu, void* (*function)(void*), void* argument) {
         pthread_attr_t attributes;
         cpu_set_t set;
@@ -80,25 +80,25 @@ cdef extern from "<sys/epoll.h>" nogil:
 
 cdef enum:
     DRAIN_ROUNDS = 8               # batches taken from one queue before the next one's turn
-    TICK_FIRST_NS = 1_000_000      # the timer's first interval, doubled to the last one while nothing happens
+    TICK_FIRST_NS = 1_000_000      # the timer's first interval; without progress it doubles up to the last one
     TICK_LAST_NS = 32_000_000
-    # An event loop that came back within ALONE_NS has nothing else to do, so it may be kept for SLICE_NS: a turn of a
-    # loop costs 3 to 6 us, in which nothing that arrives is seen.
+    # An event loop that came back within ALONE_NS is otherwise idle, so it may be kept for SLICE_NS: a turn of the loop
+    # costs 3 to 6 us, during which arrivals are not seen.
     ALONE_NS = 30_000
     SLICE_NS = 50_000
     CLOCK_MASK = 7
-    FEW_CHANNELS = 8               # that are polled in every round, whatever they do
-    QUIET_ROUNDS = 64              # without anything, after which one of many is polled
-    RARELY = 16                    # rounds apart
-    HOLD_ROUNDS = 4                # apart, after which streams are asked for: each takes a lock of the driver's
+    FEW_CHANNELS = 8               # up to this number, all channels are polled in every round
+    QUIET_ROUNDS = 64              # rounds without an event after which one of many channels is polled rarely
+    RARELY = 16                    # rounds from one rare poll to the next
+    HOLD_ROUNDS = 4                # rounds from one query of streams to the next: each takes a lock of the driver's
     WATCH_FIRST_NS = 50_000, WATCH_LAST_NS = 1_000_000
 
 
 cdef void lock(Progress* self) noexcept nogil:
-    """Take the engine's lock; a native thread that has it is asked to step aside.
+    """Take the engine's lock; a native thread that holds it is asked to step aside.
 
-    It begins a `with nogil:` block that ends with `unlock` (tests/lint/test_locks.py). So nothing can make a Python
-    object, raise or wait for the GIL while the lock is held: the garbage collector would take the lock once more, an
+    It begins a `with nogil:` block that ends with `unlock` (tests/lint/test_locks.py). So no code can make a Python
+    object, raise or wait for the GIL while it holds the lock: the garbage collector would take the lock once more, an
     exception would leave it taken for good, and the native thread would stand still while Python computes.
     """
     if pthread_mutex_trylock(&self.lock) == 0:
@@ -113,7 +113,7 @@ cdef void unlock(Progress* self) noexcept nogil:
 
 
 cdef int watch_descriptor(int epoll_fd, int fd) except -1:
-    """Add a descriptor to the engine's set; `unwatch_descriptor` takes it out, before it is closed."""
+    """Add a descriptor to the engine's set. `unwatch_descriptor` takes it out, before it is closed."""
     cdef epoll_event event
     memset(&event, 0, sizeof(event))
     event.events = EPOLLIN
@@ -121,20 +121,20 @@ cdef int watch_descriptor(int epoll_fd, int fd) except -1:
 
 
 cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil:
-    """Take a descriptor out of the engine's set. Closing does that only where nobody else has it: not after a fork."""
+    """Take a descriptor out of the engine's set. Closing it does not do that after a fork: the child has it, too."""
     epoll_ctl(epoll_fd, EPOLL_CTL_DEL, fd, NULL)
 
 
 cdef void signal_wake(Progress* self) noexcept nogil:
-    """Make the wake descriptor readable; from any thread."""
+    """Make the wake descriptor readable; callable from any thread."""
     cdef uint64_t one = 1
     write(self.wake_fd, &one, sizeof(one))
-    # Only now: who takes it back before the descriptor is readable would never read that.
+    # Set only now: a thread that cleared it before the descriptor is readable would never read the descriptor.
     aiote_store_word(&self.called, 1)
 
 
 cdef void kick(Progress* self) noexcept nogil:
-    """Count this moment as activity and make the native thread look, if it sleeps. The lock is held."""
+    """Count this moment as activity, and wake the native thread if it sleeps. The lock is held."""
     self.fresh = True
     if self.threaded and self.asleep:
         self.asleep = False
@@ -146,7 +146,7 @@ cdef void new_epoch(Progress* self) noexcept nogil:
 
 
 cdef bint alive(Progress* self) noexcept nogil:
-    """Whether the engine is open and this process's own."""
+    """Return whether the engine is open and belongs to this process."""
     return not self.closed and self.epoch == fork_epoch()
 
 
@@ -191,8 +191,8 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
 
 
 cdef int count(State* state, PeerState* peer, const Completion* completion) noexcept nogil:
-    """Count an immediate. Where the table is full, room is made at the cost of who filled it: peers that are gone, or
-    else the one that has made the most counters that nobody asked for. -ENOSPC where that is this one, or nobody.
+    """Count an immediate. Where the table is full, make room at the cost of the peers that filled it: those that are
+    gone, or else the one with the most counters that have no handle. -ENOSPC where that is this peer, or there is none.
     """
     cdef int code = arrive(&state.counters, completion.imm, completion.times, peer, &state.done)
     cdef PeerState* greediest
@@ -237,20 +237,20 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
             handle(state, channel, &batch[i])
         total += got
         if got < POLL_BATCH:
-            # Empty, or so nearly that the next round will do: a poll takes the locks that the peer's posts take.
+            # The queue is nearly empty, so the rest can wait for the next round: a poll takes the peer's posting locks.
             break
     if total:
         state.events += total
         if channel.rate_bytes and channel.peer.timed:
             measure(channel)
-    state.events += goes_on(channel)  # bytes under way keep the loop awake, as completions do
+    state.events += goes_on(channel)  # moving bytes keep the loop awake, as completions do
     if channel.peer_page != NULL:
         state.wakeups += wake_peer(channel, total == 0)
     return total
 
 
 cdef void check_watches(Progress* self) noexcept nogil:
-    """Compare each watched value with what it was."""
+    """Compare each watched value with its old value, and end the watches that see a change."""
     cdef Watched* watched = self.watches
     cdef Watched* following
     cdef uint64_t value
@@ -287,7 +287,7 @@ cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil:
 
 
 cdef bint is_due(Progress* self, Channel* channel) noexcept nogil:
-    """Whether to poll a channel in this round. Of many, those on which nothing happens have a turn now and then."""
+    """Return whether to poll a channel in this round. Of many channels, the quiet ones are polled now and then."""
     if not channel.open or channel.fault == BROKEN:
         return False
     return (self.state.channels <= FEW_CHANNELS or channel.outstanding or channel.quiet < QUIET_ROUNDS
@@ -295,7 +295,7 @@ cdef bint is_due(Progress* self, Channel* channel) noexcept nogil:
 
 
 cdef void one_round(Progress* self, bint every) noexcept nogil:
-    """Do one round; with `every` all channels are polled, for the loop is about to sleep."""
+    """Do one round. With `every`, all channels are polled, because the loop is about to sleep."""
     cdef State* state = &self.state
     cdef PeerState* peer = state.peers
     cdef Channel* channel
@@ -339,7 +339,7 @@ cdef void clear_wakeups(Progress* self) noexcept nogil:
 
 
 cdef bint all_armed(Progress* self) noexcept nogil:
-    """Whether every channel will wake us. All are asked: one that has to be looked at again is so in this round."""
+    """Arm every channel, even after one that has to be polled again; return whether all of them will wake us."""
     cdef PeerState* peer = self.state.peers
     cdef bint armed = True
     cdef int code, i
@@ -400,8 +400,8 @@ cdef bint made_progress(Progress* self) noexcept nogil:
 
 
 cdef bint may_spin(Progress* self) noexcept nogil:
-    """Whether it is too early to sleep. The clock is looked at in every eighth idle round: it costs as much as one.
-    An engine that only watches values looks in each round, or it would do eight whenever its timer wakes it."""
+    """Return whether it is too early to sleep. Every eighth idle round reads the clock, which costs as much as a round.
+    An engine that only watches values reads it each time, or it would do eight rounds whenever its timer wakes it."""
     cdef uint64_t now
     if self.spin_ns == 0 or not (active(self) or self.watches != NULL):
         return False
@@ -415,7 +415,7 @@ cdef bint may_spin(Progress* self) noexcept nogil:
 
 
 cdef int progress_once(Progress* self) noexcept nogil:
-    """One round. 1: call again soon; 0: it is safe to sleep on the epoll descriptor. The lock is held."""
+    """Do one round, locked. Return 1 to be called again soon, 0 if it is safe to sleep on the epoll descriptor."""
     announce_awake(self)
     one_round(self, False)
     if made_progress(self):
@@ -429,7 +429,7 @@ cdef int progress_once(Progress* self) noexcept nogil:
         announce_awake(self)
         return 1
     if not all_armed(self):
-        # What came just before is looked for at once: another turn of the event loop costs more.
+        # Poll once more here, because another turn of the event loop costs more.
         one_round(self, True)
         if made_progress(self) or not all_armed(self):
             announce_awake(self)
@@ -440,12 +440,12 @@ cdef int progress_once(Progress* self) noexcept nogil:
 
 
 cdef bint has_news(Progress* self) noexcept nogil:
-    """Whether there is something that the event loop wants to hear of."""
+    """Return whether there is news for the event loop."""
     return self.state.done.head != NULL or self.state.failures or (self.state.inbox and self.receivers)
 
 
 cdef uint64_t slice_end(Progress* self) noexcept nogil:
-    """Return until when an event loop that calls now may be kept; 0 where it has other things to do."""
+    """Return until when an event loop that calls now may be kept; 0 if it has other things to do."""
     cdef uint64_t now
     if self.clock != NULL:
         return 0
@@ -454,16 +454,16 @@ cdef uint64_t slice_end(Progress* self) noexcept nogil:
 
 
 cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
-    """Do one round, or more until there is news or the deadline has come, under the lock; return as `progress_once`."""
+    """Do one round, or more until there is news or the deadline comes, under the lock; return as `progress_once`."""
     cdef int again = progress_once(self)
-    # Where no NIC does it a round may copy for a third of a millisecond; of what is not counted only the clock tells.
+    # Where no NIC copies, a round may copy for a third of a millisecond, and only the clock shows how long it took.
     while again and deadline and not has_news(self) and self.wanted == 0 and clock_ns() < deadline:
         again = progress_once(self)
     return again
 
 
 cdef void notify(Progress* self) noexcept nogil:
-    """Tell the event loop, once for all that it has not collected yet."""
+    """Tell the event loop that there is news, once for everything that it has not collected yet."""
     cdef uint64_t one = 1
     if not self.notified and has_news(self):
         self.notified = True
@@ -471,7 +471,7 @@ cdef void notify(Progress* self) noexcept nogil:
 
 
 cdef void* run_thread(void* argument) noexcept nogil:
-    """The native thread of the `thread` mode. It never takes the GIL, so it runs while Python computes."""
+    """Run the native thread of the `thread` mode. It never takes the GIL, so it runs while Python computes."""
     cdef Progress* self = <Progress*> argument
     cdef epoll_event events[8]
     cdef int again
@@ -481,7 +481,7 @@ cdef void* run_thread(void* argument) noexcept nogil:
             pthread_mutex_unlock(&self.lock)
             return NULL
         self.asleep = False
-        # A woken task may compute for long before the turn ends in which it has posted.
+        # A woken task that has posted may compute for a long time before its turn ends.
         batch_flush(&self.state.batch)
         again = progress_once(self)
         notify(self)

@@ -1,8 +1,8 @@
-"""What every kind of rail has in common: an opened NIC, memory registered with it, and an endpoint for one peer.
+"""The base of every kind of rail: an opened NIC, memory registered with it, and an endpoint for one peer.
 
-What is above (regions, peers) knows these alone; libfabric's and the simulated ones are subclasses. Whatever was
-opened is closed when its object goes, whether or not its constructor came to an end: each class does that in
-`__dealloc__`, and is not cleared by the collector before that, so that it still has its device then.
+The layers above (regions, peers) know only these classes; libfabric's and the simulated ones are subclasses. When an
+object goes, it closes whatever it has opened, whether or not its constructor came to an end. Each class does that in
+`__dealloc__`, and the collector does not clear it before that, so it still has its device then.
 """
 
 from libc.errno cimport EOPNOTSUPP
@@ -13,25 +13,27 @@ from aiote_native.status cimport check
 from aiote_native.structs cimport MAY_ALL
 
 cdef enum:
-    # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
-    # few that a cancelled transfer has left the NIC within milliseconds, over tcp at 2 GiB/s too.
+    # Bytes of one channel in flight at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so few
+    # that a cancelled transfer has left the NIC within milliseconds, over tcp at 2 GiB/s too.
     WINDOW = 4 << 20
 
 
 cdef class NativeDevice:
-    """An opened NIC; `children` counts what is open on it. `pins`: registering takes as long as the kernel takes to pin
-    the pages. Of such a kind, `register` and the registration's `close` may be called from any thread, at any time
-    before the close of the NIC, and have the GIL only before and after that. `stages`: memory of a GPU is reached
-    through pinned memory of the host; `shares`: or opened by peers on this host.
+    """An opened NIC. `children` counts the objects that are open on it.
+
+    `pins`: registering takes as long as the kernel takes to pin the pages. For such a kind, any thread may call
+    `register` and the registration's `close`, at any time before the NIC is closed, and both release the GIL while the
+    kernel works. `stages`: memory of a GPU is reached through pinned memory of the host. `shares`: peers on this host
+    open memory of a GPU instead.
     """
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
-        """Register memory; `access` says what it opens to peers. The caller keeps it alive until that is closed."""
+        """Register memory that the caller keeps alive until the registration is closed. `access`: what peers may do."""
         raise NotImplementedError
 
     def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,
                         bint writable=True, int access=MAY_ALL) -> Registration:
-        """Register a part of a DMA-BUF, which peers address from `address` on. The descriptor may be closed after it.
+        """Register a part of a DMA-BUF, which peers address from `address` on. The caller may close `fd` afterwards.
 
         Raises StatusError: EOPNOTSUPP where the kind of rail, its library, the kernel or the NIC cannot do it.
         """
@@ -43,34 +45,34 @@ cdef class NativeDevice:
 
     @property
     def served(self) -> int | None:
-        """How many bytes peers have read here, or written; None where the NIC does that and tells nobody."""
+        """How many bytes peers have read here, or written; None where the NIC does that without telling us."""
         return None
 
     @property
     def async_fd(self) -> int:
-        """The descriptor that is readable when there are `events`; -1 where there never are any."""
+        """The descriptor that is readable when there are `events`; -1 for a NIC that never has any."""
         return -1
 
     def events(self) -> list[tuple[str, int]]:
-        """Take what happened to the NIC or its queues, as (what, number of the queue, or 0)."""
+        """Take the events of the NIC or its queues, as (what, number of the queue, or 0)."""
         return []
 
     def close(self) -> None:
-        """Close the NIC; everything under it must be closed before. Idempotent."""
+        """Close the NIC. Everything under it must be closed before. Idempotent."""
         raise NotImplementedError
 
 
 cdef class Registration:
-    """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers; `ordinal` is that
-    of the GPU that it was found on, -1 where nobody has asked; `unshared` says of memory of a GPU why peers cannot
-    open it, and is empty where they can.
+    """Memory that a NIC knows. `key` and `base` (the address of its first byte) are for peers. `ordinal` is the number
+    of the GPU that it was found on, -1 if that was not asked. `unshared` says why peers cannot open memory of a GPU,
+    and is empty if they can.
     """
 
     def __cinit__(self):
         self.ordinal = -1
 
     def bind(self, bytes holder) -> None:
-        """Have the key serve one peer alone, by its name; nothing where the kind of rail knows no names of peers."""
+        """Make the key serve only the peer of that name; does nothing where the kind of rail knows no peer names."""
 
     @property
     def failure(self) -> str:
@@ -78,11 +80,11 @@ cdef class Registration:
         return ""
 
     def retire(self) -> bool:
-        """Refuse the key from here on, and tell whether something still copies from or to the memory; `close` waits."""
+        """Refuse the key from here on; return whether a copy from or to the memory goes on, for which `close` waits."""
         return False
 
     def flush_behind(self, address: int) -> None:
-        """Have what a NIC writes flushed to the GPU of memory at an address, before it is counted."""
+        """Make sure that a NIC's writes are flushed to the GPU of the memory at an address before they are counted."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -91,12 +93,12 @@ cdef class Registration:
 
 
 cdef class NativeEndpoint:
-    """An endpoint for one peer: its address travels, the peer's is set by `connect`. `forgets`: its close drops what
-    its completion queue still holds.
+    """An endpoint for one peer. Its own address travels to the peer; `connect` sets the peer's. `forgets`: closing it
+    drops what its completion queue still holds.
     """
 
     def __cinit__(self):
-        # What the peer maps, and hands its own for; -1 where there is nothing.
+        # `memory_fd` is memory that the peer maps, and in exchange for which it hands its own; -1 where there is none.
         self.wait_fd = self.memory_fd = -1
         self.max_sge = 1
         self.window = WINDOW
@@ -106,30 +108,30 @@ cdef class NativeEndpoint:
         raise NotImplementedError
 
     def name(self, bytes peer) -> None:
-        """Say whose the other end is, for memory that is bound to a peer."""
+        """Set the name of the peer at the other end, for memory that is bound to a peer."""
 
     def take(self, int memory_fd) -> None:
-        """Map what the peer has sent for the endpoint to reach it by; the descriptor is closed."""
+        """Map the memory that the peer has sent so that the endpoint can reach it; the descriptor is closed."""
         raise NotImplementedError
 
     def owns(self, int queue) -> bool:
-        """Whether a queue of that number, as events name them, is one of the endpoint's."""
+        """Return whether a queue of that number, as events name them, is one of the endpoint's."""
         return False
 
     def moved(self) -> int:
-        """Return how many bytes its connection has moved either way; -1 where nobody can tell."""
+        """Return how many bytes its connection has moved either way; -1 where the kind of rail cannot tell."""
         return -1
 
     cdef void** impl_slot(self) noexcept:
-        """Where the native half stands that is not handed to a channel yet; a kind has to say."""
+        """Return where the native half is kept until it is handed to a channel; each kind overrides this."""
         return NULL
 
     cdef NativeDevice device_of(self):
-        """The device that it was opened on; a kind has to say."""
+        """Return the device that it was opened on; each kind overrides this."""
         raise NotImplementedError
 
     cdef void* release_to_channel(self) except NULL:
-        """Hand the endpoint to a channel, which releases it."""
+        """Hand the endpoint to a channel, which releases it. Raises RuntimeError if it was handed over or closed."""
         cdef void** held = self.impl_slot()
         cdef void* impl = held[0]
         if impl == NULL:
@@ -138,16 +140,16 @@ cdef class NativeEndpoint:
         return impl
 
     cdef void channel_closed(self):
-        """Note that the channel released what was handed to it."""
+        """Record that the channel has released the endpoint that was handed to it."""
         cdef NativeDevice home = self.device_of()
         home.children -= 1
 
     def close(self) -> None:
-        """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
+        """Close the endpoint, unless a channel has it. Idempotent; does nothing in a child of a fork."""
         self.drop(self.device_of())
 
     cdef void drop(self, NativeDevice home) noexcept:
-        """Close; what a kind's own `__dealloc__` calls, too, for one that nobody has closed."""
+        """Close. A kind's own `__dealloc__` calls this, too, for an endpoint that was never closed."""
         cdef void** held = self.impl_slot()
         if held[0] != NULL and home is not None and home.epoch == fork_epoch():
             self.ops.release(held[0])

@@ -10,29 +10,30 @@ cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_cond_t:
         pass
 
-# Numbers in memory that somebody else writes; zeros where `first` is NULL.
+# Numbers in memory that another thread or a GPU writes; zeros where `first` is NULL.
 cdef struct Numbers:
     const char* first
     Py_ssize_t step
 
-# A run as the thread has it. Its memory is the request's, which takes it out before it goes.
+# An armed run as the thread sees it. The request owns this memory, and unlinks it before it frees it.
 cdef struct Armed:
     Armed* next
     Armed* prev
     bint linked
     const uint32_t* flag
     uint32_t value
-    uint32_t seen        # what the flag was when it was last looked at
+    uint32_t seen        # the flag's value at the last look
     Op* parent
     const Row* rows
     const uint32_t* chosen
     Numbers lengths
     Numbers here
     Numbers there
-    bint skips           # a length of 0 posts nothing, counted or not
+    bint skips           # a length of 0 posts nothing, even where the write counts
     uint64_t smallest
 
-# What a thread shares with those that arm runs. Guarded by its own mutex, within which the engine's lock may be taken.
+# The state that the thread shares with those that arm runs. Its own mutex guards it; a thread may take the engine's
+# lock while it holds that mutex.
 cdef struct ProxyState:
     pthread_mutex_t mutex
     pthread_cond_t changed
@@ -42,7 +43,7 @@ cdef struct ProxyState:
     Armed* last
     bint running
     bint stop
-    bint fresh           # something was armed since the thread has looked
+    bint fresh           # a run was armed since the thread last looked
     uint64_t looks
 
 cdef class FlagWord:

@@ -1,14 +1,14 @@
-"""A native thread that posts prepared scatters when a flag in memory says so; it never takes the GIL.
+"""A native thread that posts prepared scatters when a flag in memory is raised; it never takes the GIL.
 
 A GPU, or any other thread, writes lengths and offsets into memory of the host, and then raises the flag: a word that
-only grows. A request that waits for that is *armed*: it was checked, counts with its peers, memories and leases as one
-under way, and its native transfers stand in a queue of their peers that nobody posts from. So all that ends a request,
-a cancellation, a lost peer, a revoked lease, a closed engine, ends an armed one as well, whether or not the thread
-runs. The thread reads the numbers once, checks what it has read, and posts.
+only grows. A request that waits for its flag is *armed*: it was checked, it counts as in flight with its peers,
+memories and leases, and its native transfers stand in a queue of their peers that the engine does not post from. So
+everything that ends a request (a cancellation, a lost peer, a revoked lease, a closed engine) ends an armed one as
+well, whether or not the thread runs. The thread reads the numbers once, checks what it has read, and posts.
 
-An engine has one such thread, from the first request that is armed on. While something is armed it looks at the flags:
-for SPIN_NS after the last one that was raised or armed without a pause, then after naps of up to NAP_LAST_NS, for
-nobody tells a process that a GPU has written a word. While nothing is armed it sleeps until something is.
+An engine has one such thread, from the first request that is armed on. While requests are armed, the thread looks at
+their flags: without a pause for SPIN_NS after the last flag was raised or request was armed, then after naps of up to
+NAP_LAST_NS, because a process is not told when a GPU has written a word. While no request is armed it sleeps.
 """
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -65,7 +65,7 @@ cdef enum:
 
 
 cdef class FlagWord:
-    """A 32-bit word of somebody else's memory, through the buffer protocol."""
+    """A 32-bit word in another owner's memory, through the buffer protocol. Raises TypeError for anything else."""
 
     def __cinit__(self, word):
         try:
@@ -97,7 +97,7 @@ cdef class ArmedRun(TargetRun):
         return 0
 
     cdef void begin(self, State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
-        """Put the writes where whatever ends their peers finds them."""
+        """Put the writes in the `armed` queues of their peers, where whatever ends a peer finds them."""
         cdef uint32_t i
         cdef Op* op
         self.armed.parent, self.armed.smallest = parent, smallest
@@ -117,7 +117,7 @@ cdef class ArmedRun(TargetRun):
         return (<Proxy> self.prepared.core.proxy).add(&self.armed)
 
     def leave(self, request) -> None:
-        """Count as over; called by the request."""
+        """Count the request as over; the request calls this."""
         (<Proxy> self.prepared.core.proxy).remove(&self.armed)
         TargetRun.leave(self, request)
 
@@ -131,11 +131,11 @@ cdef Numbers numbers_of(Integers values):
 
 def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_offsets, remote_offsets, to,
         bint skips, immediates=None) -> ArmedRun:
-    """Make a run of one write to each target, or to those that `to` lists, which is posted when the flag is `value`.
+    """Make a run of one write to each target, or to those that `to` lists, to be posted when the flag is `value`.
 
-    With `immediates` write i counts on number i of them. Lengths and offsets are read when the flag is raised, and not
-    before; a length of 0 posts nothing where it `skips`. Raises TypeError, ValueError as `PreparedTargets.scatter`, and
-    OSError where no thread can be started.
+    With `immediates`, write i counts on number i of them. The thread reads lengths and offsets when the flag is raised,
+    and not before; with `skips`, a length of 0 posts nothing. Raises TypeError and ValueError as
+    `PreparedTargets.scatter` does, and OSError where no thread can be started.
     """
     cdef ArmedRun run = ArmedRun.__new__(ArmedRun)
     cdef Integers rows = Integers("to", to)
@@ -168,7 +168,7 @@ def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_
 
 
 cdef class Proxy:
-    """The thread of one engine. `close` ends it, and what is armed."""
+    """The thread of one engine. `close` ends it, and cancels the armed requests."""
 
     def __cinit__(self, Core core not None):
         usable(&core.engine)
@@ -183,7 +183,7 @@ cdef class Proxy:
         self.state.running = True
 
     def __dealloc__(self):
-        # A thread that still runs uses this memory; so may one that a fork has left behind.
+        # A running thread uses this memory. After a fork the child leaves it alone, too.
         if self.state != NULL and not self.state.running:
             pthread_cond_destroy(&self.state.changed)
             pthread_mutex_destroy(&self.state.mutex)
@@ -217,7 +217,7 @@ cdef class Proxy:
         return count
 
     cdef int add(self, Armed* armed) except -1:
-        """Have the thread look at a flag."""
+        """Make the thread look at a flag."""
         with nogil:
             pthread_mutex_lock(&self.state.mutex)
             entry_link(self.state, armed)
@@ -227,7 +227,7 @@ cdef class Proxy:
         return 0
 
     cdef int remove(self, Armed* armed) except -1:
-        """Have the thread forget a request, which is over: once this returns it does not touch it any more."""
+        """Make the thread forget a request, which is over: once this returns, the thread does not touch it any more."""
         if alive(self.state.engine):
             with nogil:
                 pthread_mutex_lock(&self.state.mutex)
@@ -236,7 +236,7 @@ cdef class Proxy:
         return 0
 
     def close(self) -> None:
-        """End the thread, and cancel what is armed. Idempotent; the engine is still open."""
+        """End the thread, and cancel the armed requests. Idempotent; to be called while the engine is open."""
         if not self.state.running or not alive(self.state.engine):
             return
         with nogil:
@@ -281,7 +281,7 @@ cdef void entry_unlink(ProxyState* self, Armed* armed) noexcept nogil:
 
 
 cdef void* run_proxy(void* argument) noexcept nogil:
-    """The thread. It ends when it is told to, and with the engine."""
+    """Run the thread. It ends when it is told to, and with the engine."""
     cdef ProxyState* self = <ProxyState*> argument
     cdef uint64_t busy = clock_ns()
     cdef uint64_t nap = NAP_FIRST_NS
@@ -311,7 +311,7 @@ cdef void* run_proxy(void* argument) noexcept nogil:
 
 
 cdef void doze(ProxyState* self, uint64_t ns) noexcept nogil:
-    """Sleep for so long, or until something is armed or the thread is to end."""
+    """Sleep for `ns`, or until a request is armed or the thread has to end."""
     cdef timespec end
     cdef uint64_t until = clock_ns() + ns
     if self.fresh:
@@ -322,7 +322,7 @@ cdef void doze(ProxyState* self, uint64_t ns) noexcept nogil:
 
 
 cdef bint look(ProxyState* self) noexcept nogil:
-    """Look at every flag, and post what is due, in the order in which it was armed; return whether something was."""
+    """Look at every flag, and post what is due, in the order of arming; return whether anything was."""
     cdef Armed* armed = self.first
     cdef Armed* following
     cdef uint32_t now
@@ -330,7 +330,7 @@ cdef bint look(ProxyState* self) noexcept nogil:
     while armed != NULL:
         following = armed.next
         now = aiote_load_flag(armed.flag)
-        # Distances, for flags wrap.
+        # Compared as distances, because flags wrap.
         if <int32_t> (now - armed.seen) < 0 or <int32_t> (now - armed.value) > 0:
             entry_unlink(self, armed)
             post(self, armed, -EPROTO)
@@ -345,12 +345,12 @@ cdef bint look(ProxyState* self) noexcept nogil:
 
 
 cdef void post(ProxyState* self, Armed* armed, int error) noexcept nogil:
-    """Post an armed request, or end it with an error, and have the event loop look."""
+    """Post an armed request, or end it with an error, and make the event loop look."""
     if not alive(self.engine):
         return
     lock(self.engine)
     post_all(&self.engine.state, armed, error)
-    # Who runs on the event loop may have its own posts kept until it ends its turn.
+    # The event loop may keep the posts of its woken tasks until its turn ends; these have to go now.
     batch_flush(&self.engine.state.batch)
     kick(self.engine)
     unlock(self.engine)
@@ -388,12 +388,12 @@ cdef void post_all(State* state, Armed* armed, int error) noexcept nogil:
 
 
 cdef uint64_t number_at(const Numbers* numbers, uint64_t i) noexcept nogil:
-    """Return a number as it is now; one below 0 is larger than any bound."""
+    """Return a number as it is now. A number below 0 becomes larger than any bound."""
     return aiote_load_number(numbers.first + <Py_ssize_t> i * numbers.step) if numbers.first != NULL else 0
 
 
 cdef int read_numbers(Armed* armed) noexcept nogil:
-    """Take over what each write is to do; what is checked is what was read. Returns 0, or the error of them all."""
+    """Read the numbers of each write, and check what was read. Return 0, or the error for all of them."""
     cdef uint64_t size, near, far
     cdef const Row* row
     cdef Op* op

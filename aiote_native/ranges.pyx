@@ -1,8 +1,8 @@
-"""Immediates in a row on which only some peers count: what others write with them is only tallied.
+"""Immediates in a row on which only some peers may count; immediates of other peers are only tallied.
 
-An engine grants immediates in blocks, which never overlap, so those that have named their peers are an array in the
-order of their first values. An arrival costs a binary search there, which ends at once where there is none, and one for
-its peer among those of the block. The caller holds the engine's lock around every function here.
+An engine grants immediates in blocks, which never overlap, so the blocks that have named their peers are an array
+sorted by first value. An arrival costs a binary search there, which ends at once if the array is empty, and one for its
+peer among the peers of the block. The caller holds the engine's lock around every function here.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -26,7 +26,7 @@ cdef uint64_t place_of_range(const Table* table, uint32_t imm) noexcept nogil:
 
 
 cdef uint64_t place_of_peer(const Range* found, const PeerState* peer) noexcept nogil:
-    """Return how many of a range's peers lie before one in memory."""
+    """Return how many of a range's peers have a lower address than this one."""
     cdef uint64_t low = 0, high = found.count, middle
     while low < high:
         middle = (low + high) // 2
@@ -38,7 +38,7 @@ cdef uint64_t place_of_peer(const Range* found, const PeerState* peer) noexcept 
 
 
 cdef bint may_count(const Table* table, uint32_t imm_data, const PeerState* peer) noexcept nogil:
-    """Whether a peer's immediate is to be counted."""
+    """Return whether a peer's immediate is to be counted."""
     cdef uint32_t imm = imm_data & ((1 << IMMEDIATE_BITS) - 1)
     cdef uint64_t place = place_of_range(table, imm)
     cdef const Range* found
@@ -52,7 +52,7 @@ cdef bint may_count(const Table* table, uint32_t imm_data, const PeerState* peer
 
 
 cdef void ranges_orphan(Table* table, const PeerState* peer) noexcept nogil:
-    """Take a peer that is gone out of all ranges: its place in memory may be another's soon."""
+    """Take a peer that is gone out of all ranges, because another peer may soon have its address."""
     cdef uint64_t i
     for i in range(table.range_count):
         remove_peer(table.ranges[i], peer)
@@ -66,7 +66,7 @@ cdef void remove_peer(Range* found, const PeerState* peer) noexcept nogil:
 
 
 cdef bint add_peer(Range* found, PeerState* peer) noexcept nogil:
-    """Add a peer; False where there is no memory."""
+    """Add a peer; return False if there is no memory for it."""
     cdef uint64_t place = place_of_peer(found, peer)
     cdef PeerState** peers
     if place < found.count and found.peers[place] == peer:
@@ -83,7 +83,7 @@ cdef bint add_peer(Range* found, PeerState* peer) noexcept nogil:
 
 
 cdef bint add_range(Table* table, Range* added) noexcept nogil:
-    """Add a range that overlaps none; False where there is no memory."""
+    """Add a range that overlaps no other; return False if there is no memory for it."""
     cdef uint64_t place = place_of_range(table, added.first)
     cdef Range** ranges
     if table.range_count == table.range_room:
@@ -104,7 +104,7 @@ cdef void remove_range(Table* table, const Range* removed) noexcept nogil:
 
 
 cdef class RangeTable:
-    """Ranges of a table of their own and peers that are numbers, for checking them against a reference."""
+    """Ranges in a table of their own, with numbers for peers, to check them against a reference."""
 
     cdef Table table
     cdef Range ranges[32]
@@ -117,7 +117,7 @@ cdef class RangeTable:
             free(self.ranges[i].peers)
 
     def add(self, int number, uint32_t first, uint32_t count) -> None:
-        """Add a range of so many values, which overlaps none."""
+        """Add a range of `count` values, which overlaps no other. Raises MemoryError."""
         self.ranges[number].first, self.ranges[number].end = first, first + count
         self.ranges[number].count = 0
         if not add_range(&self.table, &self.ranges[number]):
@@ -128,14 +128,14 @@ cdef class RangeTable:
         remove_range(&self.table, &self.ranges[number])
 
     def allow(self, int number, int peer) -> None:
-        """Let a peer count on a range."""
+        """Let a peer count on a range. Raises MemoryError."""
         if not add_peer(&self.ranges[number], &self.peers[peer]):
             raise MemoryError
 
     def orphan(self, int peer) -> None:
-        """Lose a peer."""
+        """Take a lost peer out of all ranges."""
         ranges_orphan(&self.table, &self.peers[peer])
 
     def may_count(self, uint32_t imm_data, int peer) -> bool:
-        """Whether an immediate of a peer is counted."""
+        """Return whether an immediate of a peer is counted."""
         return may_count(&self.table, imm_data, &self.peers[peer])

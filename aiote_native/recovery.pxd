@@ -3,7 +3,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from aiote_native.posting cimport State
 from aiote_native.structs cimport Channel, Fault, Op, PeerState, WorkRequest
 
-# What the peer says of a channel that both have shut: how often each immediate came, and which keys it does not know.
+# The peer's account of a channel that both sides have shut: how often each immediate came, and which keys it does not
+# know.
 cdef struct Account:
     uint32_t* imm_data
     int64_t* counts

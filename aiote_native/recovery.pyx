@@ -1,13 +1,13 @@
-"""What a failed channel has lost is done again on the others, and no count is wrong.
+"""Do again on the other channels what a failed channel has lost, so that every count stays right.
 
-The protocol and its argument are in docs/failover.md and `aiote.core.failover`; this is its native half. A work request
-that ended badly, or not at all before its endpoint was shut, is *lost*: it keeps its place in the channel's pool, and
-its transfer counts it as outstanding, until both sides have shut their endpoints and the peer has told what came.
-Then, for each immediate, either all came and all is well; or the bytes of all of them are written again, uncounted, as
-*pieces*, and when the last piece is over the missing immediates are sent, the *resent* ones. What was not counted is
-just done again. Where the provider forgets, of an immediate less may have come than ended well: its bytes are there,
-and as many immediates are sent again, without pieces. Pieces and resent ones are transfers of their own that stand in
-the peer's queue, so a channel that fails under them is no special case: what it has lost of theirs is done again in the
+docs/failover.md and `aiote.core.failover` have the protocol and its argument; this is its native half. A work request
+that ended badly, or not at all before its endpoint was shut, is *lost*. It keeps its place in the channel's pool, and
+its transfer counts it as outstanding, until both sides have shut their endpoints and the peer has told what came. Then,
+for each immediate, either all came and all is well; or the bytes of all of them are written again, uncounted, as
+*pieces*, and when the last piece is over the missing immediates are sent: the *resent* ones. Requests that were not
+counted are just done again. Where the provider forgets, fewer of an immediate may have come than ended well: their
+bytes are there, so as many immediates are sent again, without pieces. Pieces and resent ones are transfers of their own
+in the peer's queue, so a channel that fails under them is no special case: its losses among them are done again in the
 same way.
 
 The caller holds the engine's lock.
@@ -30,10 +30,10 @@ cdef extern from "<errno.h>" nogil:
 
 cdef enum:
     ACK_AFTER = 1024  # immediates in the sender's tally before it sends an AckCounts
-    FI_ENORX = 266    # libfabric's own: nobody had posted a receive
+    FI_ENORX = 266    # libfabric's own: the receiver had posted no receive
 
-# The pieces of one immediate that one channel has lost. `op` sends the missing immediates. `came`: of those that were
-# lost, below zero where others were forgotten.
+# The recovery of one immediate on one channel. `op` sends the missing immediates. `came`: how many of the lost ones
+# came; below zero where others were forgotten.
 cdef struct Recovery:
     Op op
     int64_t came
@@ -50,7 +50,7 @@ cdef struct Piece:
 
 
 cdef bint is_disconnect(int code) noexcept nogil:
-    """Whether a refused post says that the channel is broken, not that the request was wrong."""
+    """Return whether a refused post says that the channel is broken, not that the request was wrong."""
     return (code == -ENOTCONN or code == -ECONNRESET or code == -ECONNABORTED or code == -ECONNREFUSED or code == -EPIPE
             or code == -EIO or code == -ETIMEDOUT or code == -ECANCELED or code == -ESHUTDOWN or code == -ENETDOWN
             or code == -ENETUNREACH or code == -EHOSTUNREACH or code == -EHOSTDOWN or code == -ENODEV
@@ -58,7 +58,7 @@ cdef bint is_disconnect(int code) noexcept nogil:
 
 
 cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil:
-    """Post nothing more on a channel, and have Python look at it."""
+    """Post nothing more on a channel, and make Python look at it."""
     if not channel.open or channel.fault >= fault:
         return
     channel.paused = True
@@ -75,7 +75,7 @@ cdef void notice(State* state, Channel* channel) noexcept nogil:
 
 
 cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil:
-    """A completion queue reports what is no request's own: the channel is gone, and the peer where it has no other."""
+    """Handle an error that is no request's own: the channel is lost, and so is a peer that has no other channel."""
     if channel.peer.survivable:
         channel_fault(state, channel, BROKEN, status)
     else:
@@ -83,7 +83,7 @@ cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogi
 
 
 cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil:
-    """Keep a request of which nobody knows whether it arrived. Its channel no longer counts it as outstanding."""
+    """Keep a request that may or may not have arrived. The caller no longer counts it as outstanding."""
     wr.lost = True
     wr.status = status
     wr.provider_errno = provider_errno
@@ -98,19 +98,19 @@ cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogi
 
 
 cdef void count_arrival(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil:
-    """Tally an immediate that has come, for so many of its kind."""
+    """Tally an immediate that came `times` times."""
     if tally_add(&channel.arrived, imm_data, times) != 0:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
 
 
 cdef bint is_abandoned(const Op* op) noexcept nogil:
-    """Whether the transfer of a piece is not to go on: it was cancelled, or failed elsewhere."""
+    """Return whether the transfer of a piece has to stop, because it was cancelled, or failed elsewhere."""
     cdef const Op* origin = (<const Piece*> op).origin
     return origin.cancelled or origin.status != 0
 
 
 cdef bint is_part_of(const Op* op, const Op* whole) noexcept nogil:
-    """Whether a transfer is another one, or does a part of it: a target, a piece, or immediates sent again."""
+    """Return whether a transfer is `whole`, or does a part of it: a target, a piece, or immediates sent again."""
     cdef const Piece* piece
     while op != NULL and op != whole:
         if op.kind == PIECE:
@@ -138,8 +138,8 @@ cdef bint is_listed(uint32_t imm_data, const Account* account, int64_t* times) n
 
 
 cdef int64_t came_of(Channel* channel, uint32_t imm_data, const Account* account) noexcept nogil:
-    """Return how many more writes with an immediate came than ended well. Without sign: what a peer says may be
-    anything, and a difference of signed numbers may not overflow.
+    """Return how many more writes with an immediate came than ended well. The subtraction is unsigned, because a peer
+    may say anything, and a difference of signed numbers must not overflow.
     """
     cdef int64_t times
     is_listed(imm_data, account, &times)
@@ -147,13 +147,13 @@ cdef int64_t came_of(Channel* channel, uint32_t imm_data, const Account* account
 
 
 cdef uint64_t key_of(const Channel* channel, const WorkRequest* wr) noexcept nogil:
-    """Return the key of the peer's memory that a request was for, or 0 where it was for none."""
+    """Return the key of the peer's memory that a request was for; 0 for a request without memory."""
     cdef const Op* op = <const Op*> wr.owner
     return op.remote_key[channel.remote_rail] if op != NULL and op.remote_key != NULL and wr.length else 0
 
 
 cdef bint memory_is_gone(const Channel* channel, const WorkRequest* wr, const Account* account) noexcept nogil:
-    """Whether the peer does not have the memory any more: then the request has failed by its own fault."""
+    """Return whether the peer no longer has the memory; if so, the request has failed by its own fault."""
     cdef uint64_t key = key_of(channel, wr)
     cdef uint64_t i
     for i in range(account.unknown_count if wr.length and wr.owner != NULL else 0):
@@ -163,7 +163,7 @@ cdef bint memory_is_gone(const Channel* channel, const WorkRequest* wr, const Ac
 
 
 cdef uint32_t lost_keys(const Channel* channel, uint64_t* keys) noexcept nogil:
-    """Copy the keys that a shut channel has lost work for to `keys`, of `depth` words; return how many there are."""
+    """Copy the keys of a shut channel's lost work to `keys`, of `depth` words; return how many there are."""
     cdef const WorkRequest* wr
     cdef uint32_t i, count = 0
     for i in range(channel.depth):
@@ -189,7 +189,7 @@ cdef uint64_t lost_of(Channel* channel, uint32_t imm_data) noexcept nogil:
 
 
 cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
-    """Whether this is the first lost request of its immediate."""
+    """Return whether this is the first lost request of its immediate."""
     cdef uint32_t i
     if not lost_counted(&channel.requests[at], channel.requests[at].imm_data):
         return False
@@ -200,8 +200,8 @@ cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
 
 
 cdef bint believable(int64_t came, uint64_t lost, uint64_t* forgettable) noexcept nogil:
-    """Whether so many writes with an immediate may have come beyond those that ended well; what was forgotten is
-    taken from `forgettable`.
+    """Return whether `came` more writes with an immediate may have come than ended well, if `lost` of them were lost.
+    Forgotten ones are taken from `forgettable`.
     """
     if came >= 0:
         return <uint64_t> came <= lost
@@ -212,9 +212,9 @@ cdef bint believable(int64_t came, uint64_t lost, uint64_t* forgettable) noexcep
 
 
 cdef int64_t contradiction(Channel* channel, const Account* account) noexcept nogil:
-    """Return an immediate of which the peer says that fewer came than ended well, or more than were sent; -1: none.
+    """Return an immediate that, by the peer's account, came less often than it ended well, or too often; -1: none.
 
-    Where the provider forgets, fewer may have come: of all immediates together at most as many as ever ended.
+    Where the provider forgets, fewer may have come: over all immediates at most as many as ever ended.
     """
     cdef uint64_t forgettable = channel.ended * MAX_PARTS if channel.forgets else 0
     cdef uint32_t imm_data
@@ -226,7 +226,7 @@ cdef int64_t contradiction(Channel* channel, const Account* account) noexcept no
         if first_of(channel, i) and not believable(
                 came_of(channel, imm_data, account), lost_of(channel, imm_data), &forgettable):
             return imm_data
-    # Of what was not lost, as much came as ended well.
+    # Of an immediate without losses, exactly as many came as ended well.
     for at in range(account.count):
         imm_data = account.imm_data[at]
         if lost_of(channel, imm_data) == 0 and not believable(
@@ -242,7 +242,7 @@ cdef int64_t contradiction(Channel* channel, const Account* account) noexcept no
 
 
 cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil:
-    """End or do again everything that a shut channel has lost, or forgotten; -ENOMEM ends the peer."""
+    """End or do again everything that a shut channel has lost or forgotten. The peer fails if memory runs out."""
     cdef WorkRequest* wr
     cdef int64_t came
     cdef uint32_t i
@@ -265,7 +265,7 @@ cdef int redo_all(State* state, Channel* channel, const Account* account) noexce
 
 
 cdef int count_again(State* state, Channel* channel, const Account* account) noexcept nogil:
-    """Send again the immediates that were forgotten, of those of which nothing was lost; the others' recovery does."""
+    """Send forgotten immediates again, where no request of theirs was lost; otherwise their recovery does that."""
     cdef uint64_t at
     cdef uint32_t i
     cdef int64_t times
@@ -300,13 +300,13 @@ cdef Recovery* new_recovery(Channel* channel, uint32_t imm_data, int64_t came) n
         recovery.op.imm = imm_data
         recovery.op.peer = channel.peer
         recovery.came = came
-        # Held until all of its pieces are under way, for those without bytes are over at once.
+        # Counted once more until all of its pieces are started, because pieces without bytes are over at once.
         recovery.pending = 1
     return recovery
 
 
 cdef void end_immediate(State* state, Channel* channel, uint32_t imm_data) noexcept nogil:
-    """All of an immediate came: all of its requests have ended well."""
+    """End all lost requests of an immediate well, because all of them came."""
     cdef WorkRequest* wr
     cdef uint32_t i
     for i in range(channel.depth):
@@ -325,7 +325,7 @@ cdef void end_request(State* state, Channel* channel, WorkRequest* wr, int statu
 
 cdef int redo_immediate(State* state, Channel* channel, uint32_t imm_data, int64_t came,
                         const Account* account) noexcept nogil:
-    """Do all requests of an immediate again; those whose transfers have been given up just end."""
+    """Do all lost requests of an immediate again; requests of transfers that were given up just end."""
     cdef Recovery* recovery = new_recovery(channel, imm_data, came)
     cdef WorkRequest* wr
     cdef uint32_t i
@@ -343,7 +343,7 @@ cdef int redo_immediate(State* state, Channel* channel, uint32_t imm_data, int64
 
 cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recovery,
               const Account* account) noexcept nogil:
-    """Start a piece in the place of one lost request."""
+    """Start a piece in place of one lost request."""
     cdef Op* origin = <Op*> wr.owner
     cdef Piece* piece
     if origin == NULL or origin.cancelled or origin.status != 0 or memory_is_gone(channel, wr, account):
@@ -360,7 +360,7 @@ cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recover
         recovery.pieces = piece
         recovery.pending += 1
         if piece.length == 0:
-            # An immediate alone: nothing to write again.
+            # An immediate alone has no bytes to write again.
             piece.op.over = True
             piece_done(state, recovery)
             return 0
@@ -369,7 +369,7 @@ cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recover
 
 
 cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* channel) noexcept nogil:
-    """Make an uncounted transfer of a lost stripe, or of the parts that were gathered, in their place in their own."""
+    """Make an uncounted transfer of a lost stripe, or of the parts that were gathered, at the same places."""
     cdef Op* op = &piece.op
     op.kind = PIECE
     op.opcode = origin.opcode
@@ -393,7 +393,7 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
 
 
 cdef void place_stripe(Op* op, const Op* origin, const WorkRequest* wr, Channel* channel) noexcept nogil:
-    """Have the one part of a transfer lie where a lost stripe of another does."""
+    """Place the one part of a transfer where a lost stripe of another transfer lies."""
     cdef Op at = origin[0]
     cdef Post args
     at.part = wr.part
@@ -405,7 +405,7 @@ cdef void place_stripe(Op* op, const Op* origin, const WorkRequest* wr, Channel*
 
 
 cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
-    """Have the parts of a transfer lie where those of another do, from its part `first` on."""
+    """Place the parts of a transfer where the parts of another lie, from its part `first` on."""
     op.local_address = origin.local_address
     op.local_stride = origin.local_stride
     op.remote_offset = origin.remote_offset
@@ -421,7 +421,7 @@ cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
 
 
 cdef void redone(State* state, Op* op) noexcept nogil:
-    """Go on where a piece or the resent counts of an immediate are over. What `op` points to is freed."""
+    """Continue after a piece, or the resent counts of an immediate, is over. `op` may be freed when this returns."""
     cdef Piece* piece
     if op.kind == RESENT:
         end_recovery(state, <Recovery*> op)
@@ -440,7 +440,7 @@ cdef void piece_done(State* state, Recovery* recovery) noexcept nogil:
 
 
 cdef void resend(State* state, Recovery* recovery) noexcept nogil:
-    """All bytes of an immediate are there: send as many immediates as are missing."""
+    """Send as many immediates as are missing, because all bytes of the immediate are there."""
     cdef Op* op = &recovery.op
     cdef Piece* piece = recovery.pieces
     cdef int64_t live = 0
@@ -457,7 +457,7 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     op.rail = op.pin = -1
     op.parts = <uint64_t> (live - recovery.came)
     op.split.tail_count = 1
-    # Over each NIC that has carried bytes again, as far as there are as many immediates (schedule.pyx, next_channel).
+    # Over each NIC that has carried bytes again, if there are as many immediates (schedule.pyx, next_channel).
     op.owed = op.carried
     op_start(state, op.peer, op)
 
@@ -477,14 +477,14 @@ cdef void end_recovery(State* state, Recovery* recovery) noexcept nogil:
 
 
 cdef void end_piece(State* state, Piece* piece) noexcept nogil:
-    """Tell the transfer that what was lost has been done."""
+    """Tell the transfer that its lost request has been done again."""
     cdef Op* origin = piece.origin
     cdef uint64_t length = piece.length
     cdef int status = piece.op.status
     cdef int provider_errno = piece.op.provider_errno
     cdef int rail = piece.op.rail
     if piece.recovery == NULL:
-        # It was part of a head perhaps: the tail has to go over this NIC, too.
+        # It may have been part of a head, so the tail has to go over this NIC, too.
         origin.carried |= piece.op.carried
     free(piece)
     op_completed(state, origin, status, provider_errno, rail, length)

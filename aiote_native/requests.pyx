@@ -1,8 +1,8 @@
 """Requests as coroutines see them: started in one call, and awaited without a frame of Python.
 
-`quick` starts what needs no closer look: both sides' memory is open and of one length, the peer is connected and has
-room. Everything else is the caller's, who knows how to wait and what to complain of. A request that was awaited 100,000
-times a second used to cost 7 us, most of it in a dozen Python calls that found nothing to do.
+`quick` starts a request that needs no closer look: the memory of both sides is open and of one length, and the peer is
+connected and has room. Its caller handles everything else, because it knows how to wait and what errors to raise. At
+100,000 awaited requests a second, each used to cost 7 us, most of it in a dozen Python calls that found nothing to do.
 """
 
 cimport cython
@@ -25,7 +25,7 @@ cdef extern from "Python.h":
 ctypedef object (*MakeNew)(type, tuple, PyObject*)
 
 cdef tuple NOTHING = ()
-cdef object MORE = object()  # what an iterator gives that has no more
+cdef object MORE = object()  # stands for an item of an iterator that has no more items
 cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1
 cdef object LARGEST_OFFSET = 1 << 63
 cdef object LARGEST_ADDRESS = (1 << 64) - 1
@@ -37,7 +37,7 @@ cdef enum:
 
 
 cdef int leave_link(PeerLink link) except -1:
-    """Count one request less as unfinished; the link hears once for all that ended together, if somebody may wait."""
+    """Count one unfinished request less. A link that is not ready is called, once for all that ended together."""
     link.unfinished -= 1
     if not link.ready and not link.roomy:
         link.roomy = True
@@ -58,7 +58,7 @@ cdef class LocalSlice:
         if self.memory.closing or len(self.memory.registrations) == 0:
             raise BufferError("the region is closed")
         buffer.lend(view, self, self.start, self.nbytes, flags)
-        # The collector may clear this object before a view that is garbage, too: a view has the buffer by itself.
+        # The collector may clear this object before a view that is garbage, too, so the view holds the buffer itself.
         Py_INCREF(buffer)
         view.internal = <void*> buffer
 
@@ -90,7 +90,7 @@ cdef class PageSet:
         return 0
 
     def resolve(self, region, PageIndex index not None, uint64_t page_bytes, uint64_t stride, uint64_t offset) -> int:
-        """Say which pages they are, once. Returns the position of the first one that leaves the slice, -1 for none."""
+        """Set which pages they are, once. Return the position of the first one that leaves the slice, -1 for none."""
         cdef int64_t bad
         if self.index is not None:
             raise RuntimeError("the pages are known already")
@@ -100,7 +100,7 @@ cdef class PageSet:
         return bad
 
     def moved(self, offset):
-        """Return the same pages at another offset; None where that needs a closer look."""
+        """Return the same pages at another offset; None if that needs a closer look."""
         cdef PageSet other
         cdef type kind = type(self)
         if type(offset) is not int or not 0 <= offset < LARGEST_OFFSET:
@@ -113,32 +113,32 @@ cdef class PageSet:
 
 
 cdef class Request(Operation):
-    """A transfer that coroutines await. `refused`: it ended without having been submitted; `lease`: what it goes
-    through, if anything.
+    """A transfer that coroutines await. `refused`: it ended without having been submitted. `lease`: the lease that it
+    goes through, or 0.
 
-    A subclass says who may await it, what to cancel, what it failed with, and how an await goes on that an exception
-    has interrupted.
+    A subclass says who may await it, how it is cancelled, what error it raises, and how an await continues that an
+    exception has interrupted.
     """
 
     def require_here(self) -> None:
-        """Raise UsageError where another event loop than its engine's runs the caller."""
+        """Raise UsageError if the caller runs in another event loop than the engine's."""
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Ask it to end, from wherever an await of it ends."""
+        """Ask the transfer to end; an await of it that ends early calls this, from anywhere."""
         raise NotImplementedError
 
     def raise_failure(self) -> None:
-        """Raise what it failed with, if it did."""
+        """Raise the transfer's error, if it failed."""
         raise NotImplementedError
 
     def interrupted(self, error):
-        """Return a generator that an interrupted await goes on with, and that raises the error in the end."""
+        """Return a generator with which an interrupted await continues, and which raises the error in the end."""
         raise NotImplementedError
 
     @property
     def verb(self) -> str:
-        """What it does, which is known once it was submitted."""
+        """The verb of the transfer, which is known once it was submitted."""
         if self.op.opcode == OP_READ:
             return "read"
         if self.op.opcode == OP_SEND:
@@ -147,11 +147,11 @@ cdef class Request(Operation):
 
     @property
     def pages(self) -> int:
-        """How many pages it writes; 0 where it is no paged write."""
+        """How many pages it writes; 0 for a transfer without pages."""
         return self.op.parts if self.op.local_index != NULL else 0
 
     def refuse(self) -> None:
-        """End it without the core, which does not have it, and wake who awaits it."""
+        """End the request, which the core does not have, and wake the coroutines that await it."""
         self.refused = True
         self.leave()
         self.land()
@@ -171,21 +171,21 @@ cdef class Request(Operation):
         link.unfinished += 1
 
     def hold(self, Flight held not None) -> None:
-        """Be one of those through a lease, until it is over."""
+        """Enter the flight of its lease, until it is over."""
         if self.held is not None:
             self.held.drop(self)
         self.held = held
         held.enter(self)
 
     def join(self, Flight flight not None) -> None:
-        """Be one of a flight until it is over, which it may be already."""
+        """Enter a flight until it is over, which it may be already."""
         flight.enter(self)
         self.flight = flight
         if self.is_over or self.refused:
             self.land()
 
     cdef int land(self) except -1:
-        """Leave the flights that it is of."""
+        """Leave its flights."""
         cdef bint failed = self.refused or self.op.status != 0 or self.op.cancelled
         cdef Flight held = self.held
         cdef Flight flight = self.flight
@@ -197,7 +197,7 @@ cdef class Request(Operation):
         return 0
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         return self.is_over or self.refused
 
     cdef int resolved(self) except -1:
@@ -214,7 +214,7 @@ cdef class Request(Operation):
 
 
 cdef object enlist(Request request):
-    """Have a coroutine wait for the request, and return what its event loop is to be given, or an iterator of that."""
+    """Make a coroutine wait for the request; return the waiter for its event loop, or an iterator of such values."""
     cdef PeerLink link = request.link
     if link is None or not (<Core> link.core).is_at_home():
         request.require_here()
@@ -236,8 +236,8 @@ cdef class Awaiting:
         return self
 
     def __next__(self):
-        # Everything is in this one function: Cython ends an iterator without an exception only where it says so itself,
-        # and one that goes through a call costs a traceback for each.
+        # Everything is in this one function, because Cython ends an iterator without an exception only where the
+        # iterator itself says so, and a StopIteration that goes through a call costs a traceback each time.
         cdef Request request = self.request
         if self.inner is None:
             if not (request.is_over or request.refused):
@@ -249,7 +249,7 @@ cdef class Awaiting:
             try:
                 item = next(self.inner, MORE)
             except BaseException as error:
-                # trio lets a cancellation arrive like this, asyncio has it thrown in.
+                # trio raises a cancellation here; asyncio throws it in.
                 return self.interrupt(error)
             if item is not MORE:
                 return item
@@ -291,7 +291,7 @@ cdef class Awaiting:
                 self.request.give_up()
 
     cdef object interrupt(self, error):
-        """Hand an exception over to the request's own way of ending, once."""
+        """Hand an exception to the request's own way of ending, once."""
         if self.interrupted:
             raise error
         self.interrupted = True
@@ -299,7 +299,7 @@ cdef class Awaiting:
         return next(self)
 
 cdef bint open_for(Core core, PeerLink link):
-    """Whether one more request may start over a link, with nobody asked, in the engine's own event loop."""
+    """Return whether one more request may start over a link without the caller's consent, on the engine's own loop."""
     return (core.is_at_home() and link.ready and link.core is core and not link.closed and not link.state.failed
             and link.unfinished < link.limit)
 
@@ -312,7 +312,7 @@ cdef Request fresh(type kind, object peer):
 
 
 cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
-    """Whether one more request may start between two slices, with nobody asked: its link is that of the remote one."""
+    """Return whether one more request may start, without the caller's consent, between two slices over their link."""
     if there.memory.link is None or core.closing or core.on_submit is None:
         return False
     link = <PeerLink?> there.memory.link
@@ -324,17 +324,17 @@ cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
 
 
 cdef bint is_ready(LocalSlice here, stream):
-    """Whether a transfer of that memory waits for no stream: it is the host's, or its owner says so."""
+    """Return whether a transfer of that memory waits for no stream: the memory is the host's, or its owner says so."""
     return here.memory.events is None if stream is None else type(stream) is int and stream == -1
 
 
 cpdef bint is_stream(object number):
-    """Whether a number names a default stream, or can be a stream's address: a driver reads at what it is given."""
+    """Return whether a number names a default stream or can be a stream's address: the driver reads at that address."""
     return 0 < number <= PER_THREAD or FIRST_ADDRESS <= number <= LARGEST_ADDRESS
 
 
 cdef Order behind(LocalSlice here, stream):
-    """Note what a stream of the memory's device has to do now; None where the stream needs a closer look."""
+    """Note what a stream of the memory's device has to do now; None if the stream needs a closer look."""
     cdef Order order = Order()
     cdef uint64_t number = LEGACY
     if here.memory.events is None:
@@ -352,12 +352,12 @@ cdef Order behind(LocalSlice here, stream):
     try:
         order.add(here.memory.events, number)
     except ValueError:
-        return None  # `order_behind` asks once more, and says what is wrong
+        return None  # `order_behind` tries once more, and says what is wrong
     return order
 
 
 cdef int lend(RemoteMemory memory, Request request) except -1:
-    """Count a request that has started as one through its memory's lease, if it is of one."""
+    """Count a started request as one through its memory's lease, if the memory belongs to one."""
     if memory.lease:
         request.lease = memory.lease
         request.hold(memory.held)
@@ -375,7 +375,7 @@ cdef int started(Core core, PeerLink link, Request request) except -1:
 def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, stream=None):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
 
-    None: something needs a closer look, and nothing was done.
+    Return None, without any effect, if something needs a closer look.
     """
     cdef LocalSlice here
     cdef RemoteSlice there
@@ -414,7 +414,7 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, strea
 
 
 def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
-    """Start paged writes, as `quick` does; None as there."""
+    """Start paged writes and return their request, or None, as `quick` does."""
     cdef PageSet source, target
     cdef LocalSlice here
     cdef RemoteSlice there
@@ -450,7 +450,7 @@ def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
 
 
 def quick_send(Core core, type kind, PeerLink link, payload):
-    """Start one message, as `quick` does; None as there."""
+    """Start one message and return its request, or None, as `quick` does."""
     cdef Request request
     if type(payload) is not bytes or core.closing or core.on_submit is None or not open_for(core, link):
         return None

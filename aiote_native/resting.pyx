@@ -1,10 +1,11 @@
-"""Channels at rest: of many peers most have nothing to say, and are not to cost a poll each whenever the loop sleeps.
+"""Channels at rest: most of many peers have nothing to say, and should not cost a poll each whenever the loop sleeps.
 
-A channel of our own rails that was armed while nothing was outstanding on it, and nothing was to be sent, can change in
-two ways: this side posts on it (`gate_post` ends its rest), or its peer does something. Of a socket the descriptor
-tells that, which lies in the engine's epoll set: one call asks it for all. Of a ring a look at its head and at the
-peer's gate does, without passing the gate or taking a lock. Until then it is neither polled nor armed again. Channels
-of other kinds, whose libraries have to be called, and those of engines with few channels never rest.
+A channel of our own rails comes to rest when it is armed while nothing is outstanding on it and nothing is to be sent.
+Then only two things change it: this side posts on it (`gate_post` ends its rest), or its peer does something. A
+socket's descriptor, which lies in the engine's epoll set, reports that: one call asks for all sockets. For a ring, a
+look at its head and at the peer's gate shows it, without passing the gate or taking a lock. Until one of the two
+happens, the channel is neither polled nor armed again. Channels of other kinds, whose libraries have to be called, and
+those of engines with few channels never rest.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -17,7 +18,7 @@ cdef extern from *:
     #include <sys/epoll.h>
     #include <string.h>
     #define aiote_gate(p) __atomic_load_n((const uint32_t*)(p), __ATOMIC_SEQ_CST)
-    /* Have the set tell of a descriptor by what belongs to it, too. */
+    /* Make the set report, with events of a descriptor, the tag that belongs to it. */
     static int aiote_tag(int epoll_fd, int fd, void* tag) {
         struct epoll_event event;
         memset(&event, 0, sizeof(event));
@@ -25,7 +26,7 @@ cdef extern from *:
         event.data.ptr = tag;
         return epoll_ctl(epoll_fd, EPOLL_CTL_MOD, fd, &event);
     }
-    /* Store what belongs to those that are readable, NULL for those without; return how many. */
+    /* Store the tags of the readable descriptors, NULL for those without; return how many there are. */
     static int aiote_tags(int epoll_fd, void** tags) {
         struct epoll_event events[64];
         int count = epoll_wait(epoll_fd, events, 64, 0);
@@ -39,14 +40,14 @@ cdef extern from *:
 
 
 cdef int announce(int epoll_fd, Channel* channel) noexcept nogil:
-    """Have the engine's set tell of this channel. The lock is held, so that nobody hears of one that is freed."""
+    """Tag the channel's descriptor in the engine's set. The lock is held, so the set never reports a freed channel."""
     if channel.ops.announced and channel.wait_fd >= 0:
         return aiote_tag(epoll_fd, channel.wait_fd, channel)
     return 0
 
 
 cdef void look_for_stirred(int epoll_fd) noexcept nogil:
-    """End the rest of those whose descriptors are readable: 64 at a time, others in the next round."""
+    """End the rest of channels whose descriptors are readable: up to 64 of them, the others in the next round."""
     cdef void* tags[64]
     cdef int i
     for i in range(aiote_tags(epoll_fd, tags)):
@@ -55,7 +56,7 @@ cdef void look_for_stirred(int epoll_fd) noexcept nogil:
 
 
 cdef bint rests(Channel* channel) noexcept nogil:
-    """Whether a channel that came to rest is still to be left alone."""
+    """Return whether a channel that came to rest may still be left alone."""
     if not channel.resting:
         return False
     if not channel.ops.announced and (channel.ops.stirred(channel.impl) or (
@@ -65,7 +66,7 @@ cdef bint rests(Channel* channel) noexcept nogil:
 
 
 cdef int arm(Channel* channel, bint many) noexcept nogil:
-    """Arm a channel that does not rest; of many it is left alone from here on, if there is nothing to do."""
+    """Arm a channel that does not rest. If there are many, it rests from here on, unless it has something to do."""
     cdef int code
     if channel.resting:
         return 0
@@ -77,7 +78,7 @@ cdef int arm(Channel* channel, bint many) noexcept nogil:
 
 
 cdef bint goes_on(Channel* channel) noexcept nogil:
-    """Tell whether bytes of a request that is under way have moved since the last look."""
+    """Return whether bytes of a request in flight have moved since the last look."""
     cdef const RailOps* ops = channel.ops if channel.endpoint_ops == NULL else channel.endpoint_ops
     cdef uint64_t before = channel.moved
     cdef bint within = False

@@ -1,7 +1,7 @@
-"""The counts of immediates in a row, waited for together: one call opens them, one wake-up may be for several.
+"""Counts of immediates in a row, waited for together: one call opens them, and one wake-up may cover several.
 
-A wait for each by itself costs a call to open it, one to begin, one to take what came and one to close, for every layer
-of every small prompt.
+Waiting for each by itself costs four calls (to open it, to begin, to take the counts and to close), for every layer of
+every small prompt.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -13,8 +13,8 @@ from aiote_native.waits cimport CounterHandle, CounterWait, open_counter
 
 
 cdef class CountRow:
-    """Waits for `needs[i]` counts of immediate `first` + i. What was counted of these before is dropped where nobody
-    else has them open. Raises OverflowError at the limit of immediates in use, ValueError for those of over 28 bits.
+    """Waits for `needs[i]` counts of immediate `first` + i. Counts from before are dropped if no other handle has the
+    immediate open. Raises OverflowError at the limit of immediates in use, ValueError for those of over 28 bits.
     """
 
     def __init__(self, Core core not None, uint32_t first, needs):
@@ -58,14 +58,14 @@ cdef class CountRow:
         return 0
 
     def advance(self) -> int:
-        """Return how many of the first ones have all their counts; these are consumed for good."""
+        """Return how many waits, from the first on, have all their counts, which are consumed for good."""
         self.look()
         return self.reached
 
     def latest(self, int count) -> CounterWait | None:
-        """Return the last of the first `count` that is still waited for; None where none is.
+        """Return the last of the first `count` waits that is still pending; `None` if all are over.
 
-        Who sleeps on that one is not woken for each of those before it.
+        A task that sleeps on that wait is not woken for each of those before it.
         """
         cdef int i
         for i in range(min(count, <int> len(self.waits)) - 1, self.reached - 1, -1):
@@ -74,7 +74,7 @@ cdef class CountRow:
         return None
 
     def progress(self) -> tuple[int, int]:
-        """Return how many waits are over, and how many counts have come for others: it changes with all that comes."""
+        """Return how many waits are over, and how many counts have come for the others: every arrival changes it."""
         cdef CounterHandle handle
         cdef int over = 0
         cdef uint64_t units = 0
@@ -85,7 +85,7 @@ cdef class CountRow:
         return over, units
 
     def close(self) -> None:
-        """End what is still waited for, and drop what was counted and not consumed. Idempotent."""
+        """End the waits that are pending, and drop the counts that were not consumed. Idempotent."""
         cdef CounterWait waiting
         cdef CounterHandle handle
         for waiting in self.waits:

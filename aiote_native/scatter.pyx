@@ -1,7 +1,7 @@
-"""The targets of one scatter: a native transfer each, one Python object and one await for all of them.
+"""The targets of one scatter: one native transfer for each, and one Python object and one await for all of them.
 
 The children are posted in one pass under one lock; each stands in its own peer's queue and ends by itself. The parent
-is over when the last of them is: a target that failed stops nobody else's bytes, and the first error is the parent's.
+is over when the last child is. A target that fails stops no other target, and the first error becomes the parent's.
 """
 
 from cpython.ref cimport Py_INCREF
@@ -20,7 +20,7 @@ from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 
 
 cdef class TargetOps:
-    """The native transfers of one request, a target each. A base class: others know the peers and the memories."""
+    """The native transfers of one request, one a target. A base class: its subclasses know the peers and memories."""
 
     def __dealloc__(self):
         free(self.ops)
@@ -50,8 +50,8 @@ cdef class ScatterTargets(TargetOps):
 
     def add(self, PeerLink link not None, LocalMemory local, uint64_t local_offset, RemoteMemory remote,
             uint64_t remote_offset, uint64_t length) -> None:
-        """Add a write of `length` bytes to one peer; without memories an immediate alone. Raises ValueError for a range
-        that leaves its region, and for bytes without memory on both sides.
+        """Add a write of `length` bytes to one peer; without memories it is an immediate alone. Raises ValueError for a
+        range that leaves its region, and for bytes without memory on both sides.
         """
         cdef Op* op
         if self.count >= self.capacity:
@@ -71,7 +71,7 @@ cdef class ScatterTargets(TargetOps):
         self.count += 1
 
     cdef int retain(self) except -1:
-        """Count as under way with every link and memory."""
+        """Count the request as in flight with every link and memory."""
         cdef PeerLink link
         cdef LocalMemory local
         for link in self.links:
@@ -82,7 +82,7 @@ cdef class ScatterTargets(TargetOps):
         return 0
 
     def leave(self, request) -> None:
-        """Count as over; called by the request."""
+        """Count the request as over; the request calls this."""
         cdef PeerLink link
         cdef LocalMemory local
         for link in self.links:
@@ -93,9 +93,10 @@ cdef class ScatterTargets(TargetOps):
 
 
 def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> None:
-    """Start a write to each target, all or none; the request is over when all of them are. `imm` below 0 means none.
+    """Start a write to each target, all or none; the request is over when all targets are. `imm` below 0 means none.
 
-    Raises ValueError, RuntimeError for a peer that is closed.
+    Raises ValueError for memory that does not cover the rails in use, RuntimeError for a peer that is closed and for a
+    request that was submitted before.
     """
     cdef PeerLink link
     cdef Op* op

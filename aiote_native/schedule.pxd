@@ -2,8 +2,8 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.structs cimport Channel, Op, PeerState
 
-# What stands for a rail that does not reach some memory: instead of its descriptor, and instead of its key. The second
-# is what libfabric calls a key that is not available.
+# Placeholders for a rail that does not reach some memory: NO_REACH stands for its descriptor, NO_KEY for its key.
+# NO_KEY is libfabric's value for a key that is not available.
 cdef extern from *:
     """
     #define AIOTE_NO_REACH ((void*)1)
@@ -13,7 +13,7 @@ cdef extern from *:
     const uint64_t NO_KEY "AIOTE_NO_KEY"
 
 cdef enum:
-    STREAK_BYTES = 1 << 16  # that one choice of a channel holds for
+    STREAK_BYTES = 1 << 16  # bytes for which one choice of a channel holds
 
 cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept nogil
 cdef void posted(PeerState* peer, Channel* channel, uint64_t bytes) noexcept nogil

@@ -1,4 +1,4 @@
-"""Blocks of immediates that have named the peers who count on them (`ranges.pyx`)."""
+"""Blocks of immediates whose owners have named the peers that may count on them (`ranges.pyx`)."""
 
 cimport cython
 from libc.stdint cimport uint32_t
@@ -26,10 +26,12 @@ cdef SourceRange open_range(object core, Progress* engine, uint32_t first, uint3
 
 @cython.no_gc_clear  # a cleared range would have lost the core whose table has a pointer to it
 cdef class SourceRange:
-    """Immediates in a row on which only the peers that are allowed to count; none is at first."""
+    """Immediates in a row on which only allowed peers count; at first no peer is allowed."""
 
     def allow(self, PeerLink link not None) -> None:
-        """Count what comes from a peer from now on, until it is lost. Nothing for one that is."""
+        """Count a peer's immediates from now on, until it is lost; does nothing for a lost peer. Raises ValueError for
+        a peer of another engine.
+        """
         cdef bint added = True
         if self.engine == NULL or link.closed or not alive(self.engine):
             return
@@ -43,7 +45,7 @@ cdef class SourceRange:
             raise MemoryError
 
     def close(self) -> None:
-        """Count on these values whatever comes, from whomever. Idempotent."""
+        """Count whatever comes on these values, from any peer. Idempotent."""
         self.leave()
 
     def __dealloc__(self):
@@ -51,7 +53,7 @@ cdef class SourceRange:
         free(self.range.peers)
 
     cdef void leave(self) noexcept:
-        """Take it out of the engine's table; an engine that is closed has none."""
+        """Take the range out of the engine's table; a closed engine has no table."""
         cdef Progress* engine = self.engine
         self.engine = NULL
         if engine != NULL and alive(engine):

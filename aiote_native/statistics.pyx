@@ -1,4 +1,4 @@
-"""What an engine has counted, as a dictionary: taken together, so that the numbers fit each other."""
+"""The counts of an engine, as a dictionary: taken together, so that the numbers fit each other."""
 
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy, memset
@@ -14,7 +14,7 @@ cdef struct Counts:
     uint64_t sleeps
     uint64_t rounds
     uint64_t waits
-    uint64_t depth[MAX_RAILS]  # work requests that a rail's channels hold now, receives left out
+    uint64_t depth[MAX_RAILS]  # work requests that a rail's channels hold now, without receives
     bint timed
     RailTimes times[MAX_RAILS]
 
@@ -43,7 +43,7 @@ cdef dict counted(Progress* engine):
     if not (engine.threaded and alive(engine)):
         copy(engine, &counts)
     else:
-        with nogil:  # the native thread changes some of the words beside these without the lock
+        with nogil:  # the native thread changes these words under the lock, and some beside them without it
             lock(engine)
             copy(engine, &counts)
             unlock(engine)

@@ -1,7 +1,7 @@
-"""The one checker of C return codes.
+"""The one function that checks return codes of C.
 
-Every call into a provider or the kernel that can fail goes through `check`: a negative code is -errno. libfabric's own
-numbers start at 256 (FI_ERRNO_OFFSET) and are named by the library, the others by the C library.
+Every call into a provider or the kernel that can fail goes through `check`: a negative code is -errno. Numbers from 256
+on (FI_ERRNO_OFFSET) are libfabric's own, and its library names them; the C library names the others.
 """
 
 from libc.string cimport strerror
@@ -11,7 +11,7 @@ cdef strerror_function provider_strerror = NULL
 
 
 cdef void name_errors_with(strerror_function function):
-    """Have numbers from 256 on named by the provider's library."""
+    """Let the provider's library name the numbers from 256 on."""
     global provider_strerror
     provider_strerror = function
 

@@ -1,5 +1,5 @@
-# The structures that the native floor shares. A rail kind (libfabric, verbs, a simulated one) fills in RailOps and
-# its own `impl`; everything above sees only what is declared here.
+# The structures that the native modules share. A kind of rail (libfabric, verbs, a simulated one) fills in RailOps and
+# its own `impl`; the modules above see only what is declared here.
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from posix.types cimport pid_t
@@ -7,7 +7,7 @@ from posix.types cimport pid_t
 from aiote_native.tallies cimport Tally
 
 cdef enum:
-    # What a registration opens to peers.
+    # Access of peers to registered memory.
     MAY_READ = 1
     MAY_WRITE = 2
     MAY_ALL = 3
@@ -21,15 +21,15 @@ cdef enum Opcode:
 cdef enum:
     MAX_RAILS = 8        # rails of one engine
     MAX_CHANNELS = 16    # endpoint pairs of one peer
-    MAX_STRIPES = 16     # stripes that one immediate can be split in
-    MAX_SGE = 4          # of one work request
+    MAX_STRIPES = 16     # stripes that one immediate can be split into
+    MAX_SGE = 4          # SGEs of one work request
     POLL_BATCH = 64
-    MAX_PARTS = 32       # of a transfer in one work request, for which an immediate counts
-    TIME_BUCKETS = 26    # of a histogram: up to a microsecond, up to 2, 4, ... 16.8 seconds, and longer
-    ARM_LATER = 2        # what `arm` says where nothing but the clock tells when to look again
+    MAX_PARTS = 32       # parts of a transfer in one work request; its immediate counts for all of them
+    TIME_BUCKETS = 26    # buckets of a histogram: up to a microsecond, up to 2, 4, ... 16.8 seconds, and longer
+    ARM_LATER = 2        # the result of `arm` where no descriptor will report anything: only a timer tells when to look
 
-# What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
-# own there.
+# A provider owns this from post to completion. `context` comes first because libfabric's FI_CONTEXT2 wants 64 bytes of
+# its own there.
 cdef struct WorkRequest:
     void* context[8]
     WorkRequest* next
@@ -38,14 +38,14 @@ cdef struct WorkRequest:
     uint64_t length
     int opcode
     bint busy
-    # where in its transfer it is, and what it counts: for doing it again elsewhere
+    # its position in the transfer, and its immediate: the recovery needs these to do it again on another channel
     uint64_t part
-    uint64_t parts       # more than one where they were gathered
+    uint64_t parts       # more than one where several were gathered
     uint64_t stripe
     int phase
     bint counted
     uint32_t imm_data
-    # `lost`: its channel failed before it ended well, so nobody knows whether it arrived (recovery.pyx)
+    # `lost`: its channel failed before it ended well, so it is unknown whether it arrived (recovery.pyx)
     bint lost
     int status
     int provider_errno
@@ -56,8 +56,8 @@ cdef struct Sge:
     uint64_t remote
     size_t length
 
-# The arguments of one posted operation. Beside its first SGE it has `more_sge` of the same two regions, where the
-# kind of rail gathers (gathering.pyx).
+# The arguments of one posted operation. Where the kind of rail gathers (gathering.pyx), `more_sge` SGEs follow the
+# first one; all lie in the same two regions.
 cdef struct Post:
     int opcode
     bint with_imm
@@ -67,36 +67,44 @@ cdef struct Post:
     size_t length
     uint64_t remote
     uint64_t key
-    uint64_t payload       # bytes of the user's, which `length` exceeds where a provider cannot write nothing
+    uint64_t payload       # the user's bytes; `length` is larger where a provider cannot write zero bytes
     Sge more[MAX_SGE - 1]
     int more_sge
     uint64_t part
-    uint64_t parts         # an immediate counts for so many
+    uint64_t parts         # the number of parts that the immediate counts for
     uint64_t stripe
     int phase
 
-# One thing that a completion queue reported: the end of a work request, or (wr is NULL) an immediate that arrived.
+# One entry of a completion queue: the end of a work request, or (wr is NULL) an immediate that arrived.
 cdef struct Completion:
     WorkRequest* wr
     int status
     int provider_errno
     uint32_t imm
-    uint32_t times         # so many immediates in one
+    uint32_t times         # the number of immediates that it stands for
     size_t length
 
-# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. An endpoint posts
-# the `more_sge` that its `max_sge` allows, with one immediate that counts for `parts`; the other side's `poll` reports
-# them in `times`, 1 where nothing was gathered. flush (or NULL): hands over what a kind keeps until the end of a turn;
-# `poll` reports what comes of it. poll: number of completions, or -errno. arm: 0 when it is safe to sleep on the
-# descriptor, 1 when there is more to drain, ARM_LATER where no descriptor tells of what is under way. stirred (or NULL,
-# then channels never rest, see resting.pyx): whether there is something to poll for or to send; `announced`: from the
-# peer's side only what its descriptor tells of. moved (or NULL): how many bytes it has taken from the peer and handed
-# to it, of kinds that copy them in post and poll themselves, and whether it is within a request. disconnect: ends
-# the endpoint's connection where that has to come before the close, so that what is under way ends by itself; whether
-# it did. reached (or NULL): whether the peer still copies out of memory of ours what it took before we shut the gate:
-# its GPU does so outside of any call. room (or NULL): how many bytes may be under way at once where a write from that
-# memory (as `desc`) to that key does not move through the channel itself; 0: `window`, as for all else. shut: closes
-# the endpoint; when it returns no byte moves through it any more. release: frees impl.
+# The functions of a kind of rail:
+#
+# post: returns 0 if it has posted, otherwise -EAGAIN (the queue is full, or it is not connected yet: try later) or
+#     another -errno. An endpoint posts up to `max_sge` SGEs with one immediate, which counts for `parts`; the other
+#     side's `poll` reports that number in `times`. It is 1 for a post that was not gathered.
+# flush (or NULL): hands over the posts that the kind keeps until the end of a turn; `poll` reports what comes of them.
+# poll: returns the number of completions, or -errno.
+# arm: returns 0 when it is safe to sleep on the descriptor, 1 when there is more to drain, and ARM_LATER where no
+#     descriptor reports the work that is in flight.
+# stirred (or NULL, then channels never rest, see resting.pyx): whether there is something to poll for or to send.
+#     `announced`: the descriptor reports everything that comes from the peer, so `stirred` leaves that out.
+# moved (or NULL): how many bytes the endpoint has taken from the peer and handed to it, for kinds that copy the bytes
+#     themselves in post and poll; sets `within` to whether the endpoint is in the middle of a request.
+# disconnect: ends the endpoint's connection where that has to come before the close, so that the requests in flight end
+#     by themselves. Returns whether it did.
+# reached (or NULL): whether the peer still copies out of our memory what it took before we shut the gate, because its
+#     GPU copies outside of any call.
+# room (or NULL): how many bytes may be in flight at once where a write from that memory (as `desc`) to that key does
+#     not move through the channel itself; 0 means `window`, as for everything else.
+# shut: closes the endpoint; when it returns no byte moves through it any more.
+# release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
     int (*flush)(void* impl) noexcept nogil
@@ -111,13 +119,14 @@ cdef struct RailOps:
     void (*shut)(void* impl) noexcept nogil
     void (*release)(void* impl) noexcept nogil
 
-# What is known against a channel: a request ended badly on it, and others may still end well; or nothing more will.
+# The fault of a channel. SUSPECT: a request ended badly on it, and others may still end well. BROKEN: no
+# request will end well any more.
 cdef enum Fault:
     SOUND = 0
     SUSPECT = 1
     BROKEN = 2
 
-# While it is `on`, what kinds keep until the end of a turn is kept until all who run have posted.
+# While it is `on`, the posts that kinds keep until the end of a turn are kept until every woken task has posted.
 cdef struct Batch:
     bint on
     Channel* waiting
@@ -127,7 +136,7 @@ cdef struct RailTimes:
     uint64_t buckets[TIME_BUCKETS]
     uint64_t sum_ns
 
-# One endpoint pair: a local rail's endpoint and the one remote endpoint that it talks to.
+# One endpoint pair: a local rail's endpoint, and the one remote endpoint that it talks to.
 cdef struct Channel:
     const RailOps* ops
     void* impl
@@ -136,21 +145,21 @@ cdef struct Channel:
     int remote_rail
     int wait_fd
     bint open
-    bint resting         # it is neither polled nor armed before something stirs it (resting.pyx)
+    bint resting         # it is neither polled nor armed until something stirs it (resting.pyx)
     bint unflushed       # it is in the batch's list
     Channel* next_unflushed
-    bint paused          # nothing more is posted: it is suspected, or being brought up
+    bint paused          # nothing more is posted, because it is suspected or is being brought up
     Fault fault
     int error            # the negative error number of the fault
-    bint noticed         # Python has still to hear of the fault, or that it is time to acknowledge
+    bint noticed         # Python has yet to look at it: it has a fault, or its counts are to be acknowledged
     uint32_t depth
     uint32_t outstanding
     uint64_t in_flight   # bytes of transfers that were posted and are not over
-    uint64_t window      # how many these may be
+    uint64_t window      # the limit of `in_flight`, in bytes
     uint32_t quiet       # rounds in a row in which nothing came
     uint64_t ended       # work requests that have ended since the channel was opened
     WorkRequest* requests
-    uint32_t fresh       # of these the first that was never used: memory that is not touched takes none
+    uint32_t fresh       # the first request that was never used: untouched pages take no memory
     WorkRequest* spare
     uint64_t imm_address
     uint64_t imm_key
@@ -158,8 +167,8 @@ cdef struct Channel:
     void* scratch_desc
     uint64_t largest
     uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
-    int max_sge          # of one work request
-    uint64_t gathers_from  # bytes of a part, below which only neighbours are gathered
+    int max_sge          # SGEs of one work request
+    uint64_t gathers_from  # bytes; smaller parts are gathered only with their neighbours
     bint forgets         # closing an endpoint drops what its completion queue still holds
     # how to wake the peer, for rails without a wait descriptor (peer_wakeups.pxd)
     const uint32_t* peer_page
@@ -167,39 +176,40 @@ cdef struct Channel:
     const char* peer_wakeup_secret
     uint32_t peer_slot
     uint32_t woken_epoch
-    uint64_t moved       # bytes that its endpoint had taken and handed over when it was looked at last
+    uint64_t moved       # bytes that its endpoint had taken and handed over at the last look
     uint32_t* waiting
-    # the gates of both sides in the same pages (gates.pyx); NULL where there are none
+    # the gates of both sides, in the wake-up pages (gates.pyx); NULL where there are none
     uint32_t* own_gate
     uint32_t* own_busy
     const uint32_t* peer_gate
     const uint32_t* peer_busy
     uint32_t peer_generation
-    bint within          # the gate, between the posts of one turn
-    # what was posted since the peer's last step into or out of its library, which its epoch tells
+    bint within          # we are inside the gate, between the posts of one turn
+    # the peer's epoch, which changes when the peer enters or leaves its library, and the bytes posted since it changed
     uint32_t paced_epoch
     uint64_t paced_bytes
-    # what has ended well and what has come over it, by immediate (tallies.pyx); used where a peer has several channels
+    # tallies by immediate (tallies.pyx), where a peer has several channels: our requests that ended well, and the
+    # peer's that arrived
     Tally confirmed
     Tally arrived
-    # how fast it is, and how much it has carried beside the others (schedule.pyx)
+    # its measured speed, and how much it has carried compared with the other channels (schedule.pyx)
     uint64_t carried
     uint64_t rate_since
     uint64_t rate_bytes
     uint64_t cost
-    uint64_t nominal     # what it would cost by the NIC's own account; 0: it gives none
-    # While times are taken (timing.pyx), `ops` and `impl` are those of the timing, and these the endpoint's own.
+    uint64_t nominal     # its cost by the speed that the NIC states; 0: the NIC states none
+    # While times are taken (timing.pyx), `ops` and `impl` belong to timing.pyx, and these are the endpoint's own.
     const RailOps* endpoint_ops
     void* endpoint
     RailTimes* times
     uint32_t timed_every
-    uint32_t untimed     # posts to come that are not timed
+    uint32_t untimed     # posts to leave untimed before the next timed one
     WorkRequest* timed_wr
     uint64_t timed_ns
 
-# Something that is over and has to be told to Python; the first member of what can be.
+# The first member of every structure whose end has to be told to Python.
 cdef struct Done:
-    int bell  # the eventfd of a thread that waits for it (direct.pyx), counted from 1; 0: none
+    int bell  # the eventfd of a thread that waits for it (direct.pyx), plus 1; 0: none
     Done* next
     PyObject* owner
 
@@ -215,10 +225,10 @@ cdef struct Queue:
 cdef struct PeerState:
     Channel* channels[MAX_CHANNELS]
     int channel_count
-    uint32_t turn    # the channel that is looked at first
+    uint32_t turn    # the channel to look at first
     Queue queue
-    Queue probes     # what is to prove channels: one may wait long for its own, and nothing is to wait behind it
-    Queue armed      # what nobody posts before its flag is raised (proxy.pyx)
+    Queue probes     # transfers that prove channels: each may wait long for its own, so others must not queue here
+    Queue armed      # transfers that wait for a flag (proxy.pyx) or a GPU stream (held.pyx) before they are posted
     PeerState* next_peer
     PeerState* prev_peer
     Mailbox* mailbox
@@ -227,29 +237,30 @@ cdef struct PeerState:
     int error_rail
     bint failed
     bint reported
-    bint counted  # counters were made for what it wrote
-    uint64_t unasked  # how many of those nobody asked for, when the table was last full
-    bint survivable  # there are several channels, and what one has lost is done again on the others
-    const Op* streak_of  # the transfer that the last posts were of, without another between
-    uint32_t streak      # how many there were in a row on the channel that was chosen for it
+    bint counted  # its immediates created counters
+    uint64_t unasked  # how many of those counters no user had opened when the table was last full
+    bint survivable  # there are several channels, and work that one has lost is done again on the others
+    const Op* streak_of  # the transfer of the last posts, with no other transfer's between them
+    uint32_t streak      # the number of those in a row on the channel that was chosen for it
     uint64_t streak_bytes
-    int choice       # the channel that the last post was made on
-    bint timed       # channels are measured by the clock, which there is none of in virtual time
-    bint round_robin  # channels take turns, whatever they are able to carry
+    int choice       # the channel that was chosen last
+    bint timed       # channel speeds are measured by the clock; virtual time has none
+    bint round_robin  # channels take turns, whatever they can carry
     bint greeting  # the peer may not have looked at our endpoint yet
-    bint reached    # a GPU of its may still copy out of memory of ours, of what it took before an endpoint was shut
-    bint unsettled  # it may carry out some of what was under way when an endpoint was shut
+    bint reached    # a GPU of the peer may still copy out of our memory what it took before an endpoint was shut
+    bint unsettled  # the peer may still carry out some of the work that was in flight when an endpoint was shut
     PyObject* owner
 
-# How a part is split (a page, or the whole of a single write): `head` plain stripes first, then, when they are over,
-# `tail` ones.
+# How a part (a page, or the whole of a single write) is split: first `head_count` stripes without an immediate; when
+# those are over, `tail_count` stripes with the immediate.
 cdef struct Split:
     uint64_t head_bytes
     uint64_t head_count
     uint64_t tail_bytes
     uint32_t tail_count
 
-# A user's transfer; a part of one that is done again; the immediates that are sent again (recovery.pyx).
+# PLAIN: a user's transfer. PIECE: a part of one that is done again. RESENT: immediates that are sent again
+# (recovery.pyx).
 cdef enum OpKind:
     PLAIN = 0
     PIECE = 1
@@ -265,9 +276,9 @@ cdef struct Op:
     int opcode
     bint counted
     uint32_t imm
-    const uint8_t* ranks  # how far each rail is from the local memory, 0 the nearest; NULL: all alike
+    const uint8_t* ranks  # how far each rail is from the local memory, 0 the nearest; NULL: all are equally near
     int pin              # the only rail to use while it is there; -1: any
-    int proof            # the channel, counted from 1, that this is to prove, though it carries nothing else yet
+    int proof            # the channel, counted from 1, that this proves before it carries anything else; 0: none
     bint queued
     bint armed
     bint over
@@ -289,15 +300,16 @@ cdef struct Op:
     uint64_t part
     uint64_t stripe
     int phase
-    uint32_t carried     # the channels, as bits, that a head went over
-    uint32_t owed        # of them those that the tail of this part has not gone over yet
+    uint32_t carried     # the channels, as bits, that carried the head
+    uint32_t owed        # those of them, as bits, that the tail of this part has not gone over yet
     uint64_t outstanding
     uint64_t confirmed
     uint64_t total
     int status
     int provider_errno
     int rail
-    # Of a request with a target each for many peers: `parent` of a target, `children` and `child_count` of the request.
+    # Of a request with many targets, which may be at many peers: a target has its `parent`, the request has `children`
+    # and `child_count`.
     Op* parent
     Op* children
     uint32_t child_count
@@ -310,7 +322,7 @@ cdef struct Slot:
     uint64_t number
     Op* op
 
-# Two-sided messages of one peer: a pool of receive slots, and as many credits at the sender (messages.pyx).
+# Two-sided messages with one peer: a pool of receive slots, and as many credits at the sender (messages.pyx).
 cdef struct Mailbox:
     Channel* channel
     uint32_t slots
@@ -331,16 +343,16 @@ cdef struct Mailbox:
     uint64_t granted
     uint64_t sent
     uint32_t credits_in_flight
-    # Messages are numbered from 1 on, so that each is taken once whatever becomes of the channel that it came by.
+    # Messages are numbered from 1, so that each is taken once, whatever becomes of the channel that carried it.
     uint64_t numbered
     uint64_t top
-    uint64_t floor       # all up to this one have come
-    uint64_t advertised_floor  # and the peer was told so up to this one
-    uint64_t peer_floor  # what the peer has told of ours
+    uint64_t floor       # all messages up to this number have come
+    uint64_t advertised_floor  # the floor that the peer was last told
+    uint64_t peer_floor  # the floor that the peer last told us, for our messages
     uint64_t* seen       # seen[n % slots] is n when message n has come
-    Slot* unsure         # sent, and not known to have arrived
+    Slot* unsure         # messages that were sent and are not known to have arrived
     Slot* resend
-    bint held            # a new channel was taken, and the peer has not said that it has it, too
+    bint held            # the mailbox has a new channel, and the peer has not said yet that it has it, too
     Op* head
     Op* tail
 

@@ -1,6 +1,6 @@
 from libc.stdint cimport int64_t, uint32_t
 
-# How often each immediate was counted: open addressing, an entry of count 0 is free to be dropped at the next growth.
+# How often each immediate was counted. Open addressing; the next growth may drop an entry whose count is 0.
 cdef struct Tally:
     uint32_t* imm_data
     int64_t* counts
@@ -10,7 +10,9 @@ cdef struct Tally:
     uint32_t last
 
 cdef inline bint tally_again(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
-    """Count an immediate n times more, if it is the one before: pages of one request, stripes of one write."""
+    """Count an immediate n more times if it is the last one again: pages of one request, stripes of one write. Return
+    whether it was.
+    """
     if self.used and self.taken[self.last] and self.imm_data[self.last] == imm_data:
         self.counts[self.last] += n
         return True

@@ -1,8 +1,9 @@
-"""Tallies of immediates: what each side of a channel keeps so that a lost channel loses no count.
+"""Tallies of immediates, which each side of a channel keeps so that a lost channel loses no count.
 
-The sender tallies the counted work requests that have ended well, the receiver what came, each by all 32 bits of the
-immediate. When a channel is lost, the difference of the two tells how many of those that never ended did arrive.
-The protocol, and why the tables stay small, is `aiote.core.failover`, whose `ChannelCounts` is the plain reference.
+The sender tallies the counted work requests that have ended well, the receiver tallies those that came, each by all 32
+bits of the immediate. When a channel is lost, the difference of the two tells how many of the requests that never ended
+did arrive. `aiote.core.failover` explains the protocol, and why the tables stay small; its `ChannelCounts` is the plain
+reference.
 """
 
 from libc.errno cimport ENOMEM, ENOSPC
@@ -12,7 +13,7 @@ from libc.string cimport memcpy, memset
 
 cdef enum:
     FIRST_SIZE = 16
-    # The sender acknowledges at a thousand immediates, and a few thousand may be on their way; a peer with more of them
+    # The sender acknowledges at a thousand immediates, and a few thousand may be in flight; a peer with more of them
     # never acknowledges.
     MAX_ENTRIES = 16384
 
@@ -26,7 +27,7 @@ cdef uint32_t slot_of(Tally* self, uint32_t imm_data) noexcept nogil:
 
 
 cdef int resize(Tally* self) noexcept nogil:
-    """Rebuild the table without the entries that are at zero, larger where they are not many."""
+    """Rebuild the table without the entries that are at zero, and enlarge it if those are few."""
     cdef Tally old = self[0]
     cdef uint32_t i, at, live = 0
     for i in range(old.size):
@@ -63,7 +64,7 @@ cdef int tally_add(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
     """Add n, which may be negative; -ENOSPC or -ENOMEM where there is no room for another immediate."""
     cdef uint32_t at
     cdef int code
-    # Most immediates are the one before: pages of one request, stripes of one write.
+    # Most immediates equal the last one: pages of one request, stripes of one write.
     if self.used and self.taken[self.last] and self.imm_data[self.last] == imm_data:
         self.counts[self.last] = <int64_t> (<uint64_t> self.counts[self.last] + <uint64_t> n)
         return 0
@@ -77,7 +78,7 @@ cdef int tally_add(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
         self.imm_data[at] = imm_data
         self.counts[at] = 0
         self.used += 1
-    # Without sign: what a peer acknowledges may be anything, and a sum of signed numbers may not overflow.
+    # Added without sign, because a peer may acknowledge anything, and a sum of signed numbers must not overflow.
     self.counts[at] = <int64_t> (<uint64_t> self.counts[at] + <uint64_t> n)
     self.last = at
     return 0
@@ -92,7 +93,7 @@ cdef int64_t tally_get(Tally* self, uint32_t imm_data) noexcept nogil:
 
 
 cdef int tally_copy(const Tally* self, Tally* out) noexcept nogil:
-    """Make `out` a copy, to be freed; -ENOMEM where there is no memory for it."""
+    """Make `out` a copy, which the caller frees; -ENOMEM without memory for it."""
     out[0] = self[0]
     if self.size == 0:
         return 0
@@ -109,7 +110,7 @@ cdef int tally_copy(const Tally* self, Tally* out) noexcept nogil:
 
 
 cdef Tally tally_take(Tally* self) noexcept nogil:
-    """Return what is in the tally, to be freed, and empty it."""
+    """Return the content of the tally, which the caller frees, and empty the tally."""
     cdef Tally taken = self[0]
     memset(self, 0, sizeof(Tally))
     return taken
@@ -126,13 +127,13 @@ cdef void tally_free(Tally* self) noexcept nogil:
 
 
 cdef list tally_items(const Tally* self):
-    """Return (immediate, count) of every immediate that is not at zero; of a tally that no lock guards."""
+    """Return (immediate, count) of every immediate that is not at zero. Only for a tally that needs no lock."""
     cdef uint32_t i
     return [(self.imm_data[i], self.counts[i]) for i in range(self.size) if self.taken[i] and self.counts[i] != 0]
 
 
 cdef class ImmTally:
-    """A tally of its own, for checking it against a plain dictionary; channels embed the same functions."""
+    """A tally of its own, to check it against a plain dictionary; channels use the same functions."""
 
     cdef Tally tally
 

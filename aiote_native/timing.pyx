@@ -1,9 +1,9 @@
-"""How long work requests take on each rail, from the post until the completion is polled, as histograms.
+"""Histograms of how long work requests take on each rail, from the post until the completion is polled.
 
-Times are taken between a channel and its endpoint: the channel calls what stands here, with itself for the endpoint,
-and this calls the endpoint. A channel that is not timed has its endpoint's own functions, so that nothing is paid where
-nobody asks. One work request of a channel is timed at once, every `every`-th; so no work request needs room for a time.
-Receives are left out: they wait for the peer.
+The functions here stand between a channel and its endpoint: the channel calls them, with itself as the endpoint, and
+they call the endpoint. A channel that is not timed has its endpoint's own functions, so timing costs nothing unless
+someone asks for it. A channel times one work request at once, every `every`-th, so work requests need no room for a
+time. Receives are left out, because they wait for the peer.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -26,7 +26,7 @@ cdef int bucket_of(uint64_t ns) noexcept nogil:
 
 
 def bucket(uint64_t ns) -> int:
-    """Return the bucket that a time is counted in, for checking it against the plain reference."""
+    """Return the bucket that counts a time, to check it against the plain reference."""
     return bucket_of(ns)
 
 
@@ -108,13 +108,13 @@ timed.room = timed_room
 timed.shut = timed_shut
 timed.release = timed_release
 
-# Of kinds that keep what is posted until the end of a turn.
+# For kinds that keep posts until the end of a turn.
 cdef RailOps timed_keeping = timed
 timed_keeping.flush = timed_flush
 
 
 cdef void time_channel(Progress* engine, Channel* channel) noexcept nogil:
-    """Have a channel that is open timed, or not any more, as the engine's are."""
+    """Time an open channel, or time it no longer, as the engine is set."""
     if channel.endpoint_ops != NULL and engine.timed_every == 0:
         channel.ops = channel.endpoint_ops
         channel.impl = channel.endpoint
@@ -124,7 +124,8 @@ cdef void time_channel(Progress* engine, Channel* channel) noexcept nogil:
         channel.endpoint = channel.impl
         channel.ops = &timed if channel.ops.flush == NULL else &timed_keeping
         channel.impl = channel
-    # What stirs it only the endpoint's own functions tell (resting.pyx): one that rests is looked at once more.
+    # Only the endpoint's own functions tell what stirs a channel (resting.pyx), so a resting one is looked at once
+    # more.
     channel.resting = False
     channel.timed_wr = NULL
     channel.untimed = 0
@@ -133,7 +134,7 @@ cdef void time_channel(Progress* engine, Channel* channel) noexcept nogil:
 
 
 cdef int time_rails(Progress* engine, uint32_t every) except -1:
-    """Time one work request in `every` on each rail from now on; 0 ends that, and the times are kept."""
+    """Time one work request in `every` on each rail from now on; 0 ends that, and keeps the times."""
     cdef PeerState* peer
     cdef int i
     usable(engine)

@@ -1,7 +1,7 @@
-"""How much memory the values of a MessagePack text take as Python objects, told without making any.
+"""Estimate how much memory the values of a MessagePack text take as Python objects, without making any.
 
-A byte may become an object of 200: a text of 4 MiB can hold four million empty sets. The estimates are CPython's sizes
-for 64 bits, the larger where the type is not known from the text.
+One byte may become an object of 200 bytes: a text of 4 MiB can hold four million empty sets. The estimates are
+CPython's sizes on 64 bits, and the larger size where the text does not tell the type.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -9,10 +9,10 @@ from libc.stdint cimport int64_t, uint64_t
 
 cdef enum:
     REFERENCE = 8
-    ARRAY = 216  # of a set; a list or a tuple takes 56
+    ARRAY = 216  # a set's size; a list or a tuple takes 56
     MAP = 224
-    ROOMY = 5  # entries of a map that has this size
-    ENTRY = 48  # of each more, beside its two references
+    ROOMY = 5  # entries of a map of that size
+    ENTRY = 48  # for each further entry, beside its two references
     INTEGER = 32
     FLOAT = 24
     BINARY = 40
@@ -29,7 +29,7 @@ cdef inline uint64_t number(const unsigned char *at, int size) noexcept nogil:
 
 
 cdef inline int64_t text(const unsigned char *at, uint64_t length) noexcept nogil:
-    """One character decides how many bytes each of them takes."""
+    """Return the size of a string, in which the largest character decides how many bytes each of them takes."""
     cdef unsigned char largest = 0
     cdef uint64_t i
     for i in range(length):
@@ -93,6 +93,6 @@ cdef int64_t unfold(const unsigned char *at, const unsigned char *end) noexcept 
 
 
 def unfolded_bytes(bytes data not None) -> int:
-    """Return about how many bytes the objects of a MessagePack text take. What is no such text counts up to there."""
+    """Return about how many bytes the objects of a MessagePack text take, up to where it is malformed, if it is."""
     cdef const unsigned char *start = data
     return unfold(start, start + len(data))

@@ -1,9 +1,9 @@
-"""What a coroutine sleeps on, and how it is woken.
+"""The objects on which coroutines sleep, and how they are woken.
 
-A `Waiter` is what asyncio's tasks take for a future (they ask for `_asyncio_future_blocking`, and so does uvloop's
-loop, which runs the same tasks). A future has its task run in the loop's next turn, which costs a handle, a call of
-the selector and 2 us. A waiter that is woken in a callback of the loop's own, where no other task is running, runs its
-task right there, which is what that next turn would do.
+asyncio's tasks accept a `Waiter` as a future (they look for `_asyncio_future_blocking`, and so does uvloop's loop,
+which runs the same tasks). A future makes its task run in the loop's next turn, which costs a handle, a call of the
+selector and 2 us. A waiter that is woken in a callback of the loop, where no other task is running, runs its task right
+there, which is what that next turn would do.
 """
 
 cimport cython
@@ -11,7 +11,7 @@ cimport cython
 
 @cython.freelist(64)
 cdef class Waiter:
-    """One sleep of one task. `loop` is asyncio's or uvloop's, `cancelled_error` what a cancelled sleep raises."""
+    """One sleep of one task. `loop` is asyncio's or uvloop's; a cancelled sleep raises `cancelled_error`."""
 
     def __init__(self, loop, cancelled_error):
         self.loop = loop
@@ -33,7 +33,7 @@ cdef class Waiter:
             raise RuntimeError("nothing has woken it yet")
 
     def add_done_callback(self, callback, *, context=None) -> None:
-        """Call it when this is over: it is a task's wake-up. There is one as a rule, and any number may be."""
+        """Call `callback`, a task's wake-up, when this is over. Usually there is one, but any number may be added."""
         if self.callback is not None:
             self.others = [*(self.others or ()), (callback, context)]
             return
@@ -50,7 +50,7 @@ cdef class Waiter:
         self.resolve()
 
     def cancel(self, msg=None) -> bool:
-        """Have the task raise; asked by the task that is cancelled."""
+        """Make the task raise `cancelled_error`; the task that is cancelled calls this."""
         if self.is_done:
             return False
         self.is_done = self.is_cancelled = True
@@ -73,7 +73,7 @@ cdef class Waiter:
         return 0
 
     cdef int now(self) except -1:
-        """Run the task at once: for a callback of the loop's own alone, for a task does not run in another."""
+        """Run the task at once. Only for a callback of the loop, because a task must not run inside another one."""
         if self.is_done:
             return 0
         self.is_done = True
@@ -124,7 +124,7 @@ cdef class Pause:
 
 
 cpdef int wake(object waiter) except -1:
-    """Wake whoever awaits it, soon; nothing happens if that was done, or if its loop was closed under it."""
+    """Wake the task that awaits it, soon; does nothing if it was woken before, or if its loop was closed."""
     if type(waiter) is list:
         for one in waiter:
             wake(one)
@@ -138,17 +138,17 @@ cpdef int wake(object waiter) except -1:
 
 
 cpdef int run(object waiter) except -1:
-    """Run the task that awaits it at once, where the loop lets it: for a callback of the loop's own alone."""
+    """Run the task that awaits it at once, if the loop allows that. Only for a callback of the loop."""
     if type(waiter) is Waiter:
         return (<Waiter> waiter).now()
     return wake(waiter)
 
 
 cdef object wake_all(list waiters, bint direct, listener):
-    """Wake them, at once where that may be, and call the listener, if there is one.
+    """Wake the waiters, at once where `direct` allows it, and call the listener, if there is one.
 
-    Return the last thing that was raised and is not a task's own. An interrupt that a task meets goes through it and
-    ends the loop; the others are to hear of their own ends first.
+    Return the last exception that is not a task's own. An interrupt in one task ends the loop, but the other waiters
+    have to hear of their own ends first.
     """
     raised = None
     for waiter in waiters:

@@ -1,4 +1,4 @@
-"""What is awaited beside transfers: counts of immediates, and values in memory."""
+"""Awaitables other than transfers: counts of immediates, and values in memory."""
 
 cimport cython
 from cpython.object cimport PyObject
@@ -42,7 +42,7 @@ cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
 
 @cython.no_gc_clear  # a cleared handle would have lost the core that its counter lives in
 cdef class CounterHandle:
-    """A handle of one immediate's count; the count lives while it is not zero or somebody has a handle."""
+    """A handle of one immediate's count. The count lives while it is not zero or has a handle."""
 
     @property
     def value(self) -> int:
@@ -57,7 +57,7 @@ cdef class CounterHandle:
         return units // UNITS
 
     def wait(self, CounterWait waiting, uint64_t n) -> None:
-        """Queue a wait for n counts; it is over when they have been consumed for it."""
+        """Queue a wait for n counts. It is over when they have been consumed for it."""
         usable(self.engine)
         if self.counter == NULL:
             raise RuntimeError("the counter is closed")
@@ -70,16 +70,16 @@ cdef class CounterHandle:
         with nogil:
             lock(self.engine)
             self.engine.waits += 1
-            # The counter stays for as long as the wait may give counts back to it.
+            # The counter stays while the wait may give counts back to it.
             self.counter.handles += 1
             enqueue(self.counter, &waiting.wait, n * UNITS, &self.engine.state.done)
             kick(self.engine)
             unlock(self.engine)
 
     def begin(self, n, bint checked=False) -> CounterWait | None:
-        """Make and queue a wait in one step. None: something needs a closer look, and nothing was done.
+        """Make and queue a wait in one step. Return None, without any effect, if something needs a closer look.
 
-        `checked`: the caller has looked whether this is the engine's own event loop.
+        `checked`: the caller has checked that this is the engine's own event loop.
         """
         cdef CounterWait waiting
         if type(n) is not int or not 0 <= n <= MAX_COUNTS or self.counter == NULL or self.core.closing:
@@ -95,9 +95,9 @@ cdef class CounterHandle:
         return waiting
 
     def close(self, bint discard=False) -> None:
-        """Give the handle up; with `discard`, and no other handle, drop what was counted too. Idempotent.
+        """Give the handle up; with `discard`, and no other handle, drop its counts, too. Idempotent.
 
-        Waits go on, and keep what is counted for as long as the last of them does.
+        Pending waits go on, and counts are kept until the last of those is over.
         """
         cdef Counter* counter = self.counter
         self.counter = NULL
@@ -115,7 +115,7 @@ cdef class CounterHandle:
             unlock(self.engine)
 
     def __dealloc__(self):
-        # Waits for a round at most: whoever holds the lock never waits for the GIL.
+        # Waits for a round at most, because a thread that holds the lock never waits for the GIL.
         if self.counter != NULL and alive(self.engine):
             with nogil:
                 lock(self.engine)
@@ -138,7 +138,7 @@ cdef class CounterWait(Waitable):
         return self.wait.state == WAIT_SATISFIED
 
     def take(self) -> None:
-        """Say that whoever waited has seen the counts: they are gone for good."""
+        """Record that the caller has seen the counts: they are gone for good."""
         cdef Progress* engine
         if self.wait.state != WAIT_SATISFIED or not alive(self.handle.engine):
             return
@@ -151,7 +151,7 @@ cdef class CounterWait(Waitable):
             unlock(engine)
 
     def cancel(self) -> None:
-        """Withdraw the wait; counts that were consumed for it and not taken by anyone are given back."""
+        """Withdraw the wait. Counts that were consumed for it, and not taken, are given back."""
         cdef Progress* engine
         cdef bint pending
         if self.handle is None or self.wait.state == WAIT_OVER or not alive(self.handle.engine):
@@ -190,7 +190,7 @@ cdef int start_watch(object core, Progress* engine, Watch watch, object old) exc
 
 
 cdef class Watch(Waitable):
-    """A value of 1, 2, 4 or 8 bytes in this process's memory, looked at until it changes."""
+    """A value of 1, 2, 4 or 8 bytes in this process's memory, watched until it changes."""
 
     def __cinit__(self):
         memset(&self.watched, 0, sizeof(self.watched))
@@ -198,8 +198,7 @@ cdef class Watch(Waitable):
         self.engine = NULL
 
     def __init__(self, Buffer buffer):
-        """Take the value's buffer (kept alive). Raises ValueError for other widths and for an address that is not
-        aligned."""
+        """Keep the value's buffer. Raises ValueError for other widths and for an address that is not aligned."""
         if buffer.nbytes not in (1, 2, 4, 8):
             raise ValueError(f"a watched value has 1, 2, 4 or 8 bytes, this has {buffer.nbytes}")
         if buffer.address % buffer.nbytes:
@@ -210,11 +209,11 @@ cdef class Watch(Waitable):
 
     @property
     def new(self) -> int:
-        """The value that was seen."""
+        """The new value that was seen."""
         return self.watched.new
 
     def cancel(self) -> None:
-        """Stop looking."""
+        """Stop watching the value."""
         cdef bint linked
         if self.engine == NULL or not alive(self.engine):
             return

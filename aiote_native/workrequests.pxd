@@ -24,7 +24,7 @@ cdef class LocalMemory:
     cdef public uint64_t in_flight
     cdef public object on_idle
     cdef public object owner
-    cdef public object events  # the EventPool of its device, where it is a GPU's
+    cdef public object events  # the EventPool of its device, where it is GPU memory
     cdef public bint closing
     cdef int leave(self) except -1
 
@@ -57,7 +57,7 @@ cdef class Operation(Waitable):
     cdef LocalMemory local
     cdef RemoteMemory remote
     cdef object kept
-    cdef public object order   # the Order that it is behind, if any
-    cdef readonly str broken   # the error of the GPU that made it fail
+    cdef public object order   # the Order that it waits behind, if any
+    cdef readonly str broken   # the GPU's error that made it fail
     cdef int take(self, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
                   uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1

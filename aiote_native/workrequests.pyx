@@ -1,7 +1,7 @@
-"""What Python holds of a transfer: one object each, with the native structure inside it.
+"""The Python objects of a transfer, each with its native structure inside.
 
-`LocalMemory` and `RemoteMemory` carry what rails need of a region, `PageIndex` a checked copy of page numbers,
-`Operation` the transfer. An operation keeps the memories and indices that it uses alive until it is over.
+`LocalMemory` and `RemoteMemory` carry what rails need to know of a region, `PageIndex` is a checked copy of page
+numbers, `Operation` is the transfer. An operation keeps the memories and indices that it uses alive until it is over.
 """
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
@@ -23,9 +23,9 @@ from aiote_native.waiters cimport wake
 
 
 cdef class Waitable:
-    """Something that is over some day: `Core.reap` wakes its `waiter` and calls `on_over(self)`, once.
+    """Something that will be over: then `Core.reap` wakes its `waiter` and calls `on_over(self)`, once.
 
-    A waiter is a future of the event loop's, or a list of them.
+    A waiter is a future of the event loop, or a list of them.
     """
 
     cdef int resolved(self) except -1:
@@ -33,13 +33,13 @@ cdef class Waitable:
 
 
 cdef int finish(Waitable item, list woken=None) except -1:
-    """Deliver one end, once, and drop the reference that the core had. Its waiters join `woken`, or are woken."""
+    """Report one end, once, and drop the reference that the core had. Its waiters join `woken`, or are woken here."""
     if item.is_over:
         return 0
     item.is_over = True
     waiter = item.waiter
     item.waiter = None
-    # What is called here is its owner's: a mistake in it must not keep this one, or others, from hearing of their ends.
+    # These calls are its owner's: a mistake in them must not keep this item, or others, from hearing of their ends.
     try:
         item.resolved()
         callback = item.on_over
@@ -62,17 +62,17 @@ cdef int finish(Waitable item, list woken=None) except -1:
 
 
 cdef class Unreached(Registration):
-    """Of memory that a rail does not reach: peers are given a key that none of them uses."""
+    """Stands for memory that a rail does not reach: peers are given a key that none of them uses."""
 
     def __init__(self):
         self.key = NO_KEY
 
     def close(self) -> None:
-        """Nothing was registered."""
+        """Return at once, because no memory was registered."""
 
 
 cdef int adopt(LocalMemory self, registrations) except -1:
-    """Take over what was registered already, for each rail."""
+    """Take over registrations that exist already, one for each rail."""
     cdef Registration registration
     cdef int rail = 0
     for made in registrations:
@@ -86,9 +86,9 @@ cdef int adopt(LocalMemory self, registrations) except -1:
 cdef class LocalMemory:
     """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed.
 
-    `access` is what peers may do with it, of MAY_READ and MAY_WRITE. With a descriptor, `fd`, it is reached through
-    that DMA-BUF, in which it begins at `offset`. Where it is `staged`, the kinds of rail that stage do so. Or it has
-    the `registrations` that were made, one for each rail, None where that does not reach it.
+    `access` is what peers may do with it, of MAY_READ and MAY_WRITE. With a descriptor, `fd`, rails reach it through
+    that DMA-BUF, in which it begins at `offset`. With `staged`, the kinds of rail that can stage it do so. With
+    `registrations`, it takes over those, one for each rail, None for a rail that does not reach the memory.
     """
 
     def __init__(self, Buffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0,
@@ -125,12 +125,12 @@ cdef class LocalMemory:
             raise
 
     def bind(self, bytes holder) -> None:
-        """Have the keys serve one peer alone, by its name, on the rails that know names of peers."""
+        """Make the keys serve only the peer of that name, on the rails that know names of peers."""
         for registration in self.registrations:
             (<Registration> registration).bind(holder)
 
     def rank(self, ranks) -> None:
-        """Say how far each rail is from the memory: 0 for the nearest, the same for those that are equally near."""
+        """Set how far each rail is from the memory: 0 for the nearest, the same for those that are equally near."""
         cdef int rail
         for rail in range(min(len(ranks), MAX_RAILS)):
             self.ranks[rail] = min(ranks[rail], MAX_RAILS - 1)
@@ -148,7 +148,7 @@ cdef class LocalMemory:
         return tuple((registration.key, registration.base) for registration in self.registrations)
 
     def retire(self) -> bool:
-        """Refuse the keys from here on, and tell whether something still copies from or to the memory."""
+        """Refuse the keys from here on, and return whether a copy from or to the memory goes on."""
         return any([registration.retire() for registration in self.registrations])
 
     def close(self) -> None:
@@ -163,8 +163,8 @@ cdef class LocalMemory:
 
 
 cdef class RemoteMemory:
-    """A peer's memory: a key and an address for each of its rails. Where it is of a lease, `held` is for what is under
-    way through that.
+    """A peer's memory: a key and an address for each of its rails. If it belongs to a lease, `held` is the flight of
+    the requests through that lease.
     """
 
     def __init__(self, uint64_t length, bint writable, keys, uint64_t lease=0, bint readable=True):
@@ -183,7 +183,7 @@ cdef class RemoteMemory:
 
 
 cdef class PageIndex:
-    """A copy of page numbers as 64-bit integers: what the caller does to its own list later changes nothing."""
+    """A copy of page numbers as 64-bit integers, which later changes of the caller's list do not affect."""
 
     def __cinit__(self):
         self.values = NULL
@@ -204,7 +204,7 @@ cdef class PageIndex:
         self.find_bounds()
 
     cdef void find_bounds(self) noexcept:
-        """Note the least and the greatest, so that whether all are in bounds is known without looking at all."""
+        """Find the least and the greatest number, so that a check of the bounds need not look at all of them."""
         cdef uint64_t i
         self.least = self.most = self.values[0] if self.count else 0
         for i in range(1, self.count):
@@ -219,7 +219,7 @@ cdef class PageIndex:
         return 0
 
     cdef bint copy_buffer(self, object indices) except -1:
-        """Copy a contiguous row of native 64-bit integers at once; False for any other buffer."""
+        """Copy a contiguous row of native 64-bit integers at once; return False for any other buffer."""
         cdef Py_buffer view
         try:
             PyObject_GetBuffer(indices, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
@@ -254,7 +254,7 @@ cdef class PageIndex:
             return -1
         if offset > length or page_bytes > length - offset:
             return 0
-        # The largest index that fits; compared, never multiplied, so nothing can overflow.
+        # The largest index that fits. Indices are compared, never multiplied, so no product can overflow.
         limit = (length - offset - page_bytes) // stride if stride else 0xFFFFFFFFFFFFFFFFULL
         if self.least >= 0 and <uint64_t> self.most <= limit:
             return -1
@@ -268,7 +268,9 @@ cdef class PageIndex:
 
 cdef int fill(Op* op, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
               uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1:
-    """Check both ranges, before anything is posted: providers fail late, hang or lie about a bad one."""
+    """Check both ranges before anything is posted, because providers fail late, hang or lie about a bad one. Raises
+    ValueError.
+    """
     if local is not None:
         if local_offset > local.length or local_extent > local.length - local_offset:
             raise ValueError(f"local range {local_offset}+{local_extent} leaves a region of {local.length} bytes")
@@ -292,7 +294,7 @@ cdef int fill(Op* op, LocalMemory local, uint64_t local_offset, RemoteMemory rem
 
 
 cdef class Operation(Waitable):
-    """A transfer. It is made empty, handed to one of `Core.submit_*`, and over when `is_over`."""
+    """A transfer. It is made empty, handed to one of `Core.submit_*`, and is over when `is_over`."""
 
     def __cinit__(self):
         memset(&self.op, 0, sizeof(Op))
@@ -315,7 +317,7 @@ cdef class Operation(Waitable):
         return self.op.rail
 
     def prefer(self, int rail) -> None:
-        """Use this rail only, for as long as it is there; said before it is submitted."""
+        """Use this rail only, for as long as it is there. Raises RuntimeError once the transfer was submitted."""
         if self.submitted:
             raise RuntimeError("an operation is submitted once")
         self.op.pin = rail

@@ -1,6 +1,6 @@
-"""The only floor that knows event loops: asyncio (uvloop too) and trio.
+"""The only layer that knows which event loop runs: asyncio (with uvloop, too) or trio.
 
-Everything above asks `current_loop()` and speaks of waiters, tasks and descriptors; which loop it is, it does not know.
+The layers above call `current_loop()` and use waiters, tasks and descriptors; they do not know which loop it is.
 """
 
 from anyio.abc import ByteStream

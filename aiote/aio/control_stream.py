@@ -1,7 +1,7 @@
-"""The control connection's bytes: TCP, with TLS where a context is given, around the state machine in `core.control`.
+"""Carry the control connection: TCP, with TLS if a context is given, around the state machine in `core.control`.
 
-Reading and writing are tasks of their own, so a message can be sent from anywhere without waiting. A connection whose
-peer does not read holds at most `MAX_UNSENT` bytes; one more message ends it.
+One task reads and one task writes, so any code can send a message without waiting. If the peer does not read, the
+connection keeps at most `MAX_UNSENT` bytes; one more message ends the connection.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ BACKLOG = 1024
 MAX_UNSENT = 1 << 20
 READ_BYTES = 65536
 ACCEPT_PAUSES_S = 0.05, 1.0
-"""After a connection that could not be accepted: the first pause, and the longest; each is twice the one before."""
+"""The first and the longest pause after a failed accept, in seconds; each pause is twice the one before."""
 MAX_UNAUTHENTICATED = 256
-"""Connections that have not proven themselves yet; one more ends the oldest, so silent ones cannot fill the process."""
+"""The most unauthenticated connections. One more ends the oldest, so silent connections cannot fill the process."""
 TOO_MANY = "too many connections that have not proven themselves"
 TLS_FAILURES = (OSError, ssl.SSLError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
 
 
 class ControlConnection:
-    """A stream and its protocol. Events go to `on_event`, in order; `on_end` is called once, with the reason.
+    """A stream and its protocol. `on_event` is called with each event, in order; `on_end` once, with the reason.
 
-    `linger` is how many seconds the peer's last message is waited for after our own.
+    `linger` is how long this side waits for the peer's last message after its own, in seconds.
     """
 
     def __init__(self, loop: EventLoop, stream: ByteStream, protocol: ControlProtocol, name: str) -> None:
@@ -60,7 +60,7 @@ class ControlConnection:
         self._tasks: list[LoopTask] = []
 
     def start(self) -> None:
-        """Begin to read and write."""
+        """Start the tasks that read and write."""
         self._tasks = [
             self._loop.spawn(self._read, name=f"aiote control {self.name} read"),
             self._loop.spawn(self._write, name=f"aiote control {self.name} write"),
@@ -72,27 +72,27 @@ class ControlConnection:
 
     @property
     def left(self) -> bool:
-        """Whether the peer has closed its endpoints: it said Bye or hung up, which comes after that."""
+        """Whether the peer has closed its endpoints: it does so before it says Bye or hangs up."""
         return self._farewell or self._hung_up
 
     def send(self, message: SessionMessage) -> None:
-        """Queue a message; nothing happens on a connection that has ended."""
+        """Queue a message. This has no effect if the connection has ended or is not authenticated."""
         if not self._ended and self.protocol.authenticated:
             self.protocol.send(message)
             self.flush()
 
     def flush(self) -> None:
-        """Have the protocol's bytes written."""
+        """Give the protocol's bytes to the writing task; end the connection if more than MAX_UNSENT are unsent."""
         data = self.protocol.data_to_send()
         if not data:
-            return  # after most of what is received; the writer would be woken for nothing
+            return  # most received messages need no answer, so do not wake the writer in vain
         self._unsent += data
         if len(self._unsent) > MAX_UNSENT:
             self.end("it does not read what we send it")
         self._outgoing.set()
 
     def end(self, reason: str) -> None:
-        """Say that the connection is over; what was to be sent is still tried by `aclose`."""
+        """Mark the connection as ended and call `on_end`. `aclose` still tries to send the queued bytes. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -102,9 +102,9 @@ class ControlConnection:
             self.on_end(reason)
 
     async def agreed(self) -> bool:
-        """Wait for the peer's Bye, for at most `linger` seconds after ours; whether it came.
+        """Wait for the peer's Bye for at most `linger` seconds after this side's Bye; tell whether it came.
 
-        A peer says Bye when its endpoints are closed. A `Failed` says nothing of them.
+        A peer says Bye when its endpoints are closed. A `Failed` says nothing about them.
         """
         with anyio.move_on_after(self.linger, shield=True):
             while not self._farewell and not self._deaf:
@@ -112,11 +112,11 @@ class ControlConnection:
         return self._farewell
 
     async def aclose(self, patience: float = 0.2) -> None:
-        """Send what is left, for at most `patience` seconds, and close."""
+        """Send the queued bytes in at most `patience` seconds, wait up to `linger` seconds for the peer, and close."""
         self.end("closed by this side")
         with anyio.CancelScope(shield=True):
             try:
-                # The writer ends by itself when all is sent. Cancelled before, it would take the last message with it.
+                # The writer ends by itself when all is sent. Cancelling it before would lose the last message.
                 with anyio.move_on_after(patience):
                     for task in self._tasks[1:]:
                         await task.join()
@@ -127,7 +127,7 @@ class ControlConnection:
                     task.cancel()
                     await task.join()
             finally:
-                # The shield does not keep off a bare Task.cancel, which an engine that is closed gives to its tasks.
+                # The shield does not stop a plain Task.cancel, which an engine that is being closed calls on its tasks.
                 await self._close_stream(patience)
 
     async def _close_stream(self, patience: float) -> None:
@@ -191,7 +191,7 @@ class ControlConnection:
 
 
 def describe(error: BaseException) -> str:
-    """Say what broke a stream: the system's own text, where anyio wrapped them."""
+    """Return a text about what broke a stream: the text of the system's error, even if anyio has wrapped it."""
     if isinstance(error, anyio.EndOfStream):
         return "it hung up"
     cause = error.__cause__ or error
@@ -224,13 +224,13 @@ async def dial(address: Address, context: ssl.SSLContext | None) -> ByteStream:
 
 
 def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socket]:
-    """Return sockets that listen at these addresses (family and address), all on one port. Raises OSError."""
+    """Return sockets that listen at these addresses (family and address), all on the same port. Raises OSError."""
     sockets: list[socket.socket] = []
     try:
         for family, (host, port, *rest) in addresses:
             bare, _, zone = host.partition("%")
             if zone:
-                # anyio writes the interface's number there, and bind takes it apart from the host alone.
+                # anyio appends the interface's number to the host, but bind takes the number only as a separate field.
                 host, rest = bare, [0, int(zone) if zone.isdigit() else socket.if_nametoindex(zone)]
             sockets.append(one := socket.socket(family, socket.SOCK_STREAM))
             one.setblocking(False)
@@ -247,16 +247,18 @@ def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socke
 
 
 class PendingConnection:
-    """A connection that has not proven itself; `end` is called with the reason when it has to make room."""
+    """An unauthenticated connection; `end` is called with the reason when the connection has to make room."""
 
     def __init__(self) -> None:
         self.end: Callable[[str], object] = lambda _reason: None
 
 
 class ControlListener:
-    """The engine's own control port. Each connection goes to `on_connection`, which owns the stream; `on_failure` hears
-    of those that came to nothing before. It is pending from its first byte on, until it is `proven`. A TLS
-    handshake may take `timeout` seconds.
+    """The engine's own control port.
+
+    `on_connection` is called with each connection and owns its stream; `on_failure` with the reason of a connection
+    that failed before. A connection is pending from the moment it is accepted until `proven` is called. A TLS handshake
+    may take `timeout` seconds.
     """
 
     def __init__(
@@ -279,12 +281,12 @@ class ControlListener:
         self.port = 0
 
     async def open(self, host: str, port: int) -> None:
-        """Bind and begin to accept, at each address of the host. Raises OSError."""
-        # Not anyio.create_tcp_listener: it resolves with AI_ADDRCONFIG, which refuses 127.0.0.1 on a machine whose
-        # NICs have no IPv4 address at that moment.
+        """Bind each address of the host, and begin to accept connections. Raises OSError."""
+        # Do not use anyio.create_tcp_listener: it resolves with AI_ADDRCONFIG, which refuses 127.0.0.1 on a machine
+        # whose NICs have no IPv4 address at that moment.
         found: Sequence[Any]
         try:
-            # An address is parsed here. A name takes a thread, because the system may ask a server for it.
+            # Parse an address here. Resolve a name in a thread, because the system may ask a server for it.
             at_once = socket.AI_PASSIVE | socket.AI_NUMERICHOST
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=at_once)
         except socket.gaierror:
@@ -319,8 +321,8 @@ class ControlListener:
             try:
                 stream = await listener.accept()
             except Exception as error:
-                # Whatever it is (descriptors that ran out, a client or a network that is gone): the port stays open.
-                # A connection that waits for a descriptor fails again each time, which is told once.
+                # The port stays open, whatever the error is (no descriptor is left, the client or the network is gone).
+                # A connection that waits for a descriptor fails again at each attempt; report that once.
                 if describe(error) != said:
                     said = describe(error)
                     self._on_failure(f"its connection could not be accepted: {said}")
@@ -336,7 +338,7 @@ class ControlListener:
         pending = PendingConnection()
         self._pending[pending] = None
         if len(self._pending) > MAX_UNAUTHENTICATED:
-            # The one that has been silent for longest goes, so that a flood of them cannot keep a real one out.
+            # End the oldest pending connection, so that a flood of them cannot keep a real peer out.
             oldest = next(iter(self._pending))
             self.proven(oldest)
             oldest.end(TOO_MANY)
@@ -345,17 +347,17 @@ class ControlListener:
             if secured is not None:
                 await self._on_connection(secured, pending)
         except Exception as error:
-            # One connection's trouble, even a mistake of ours, must not end the listener.
+            # The failure of one connection, even by an error in this engine, must not end the listener.
             report(error)
         finally:
             self.proven(pending)
 
     def proven(self, pending: PendingConnection) -> None:
-        """Count a connection among the unauthenticated ones no longer. Idempotent."""
+        """Stop counting a connection as unauthenticated. Idempotent."""
         self._pending.pop(pending, None)
 
     async def _secure(self, stream: ByteStream, pending: PendingConnection) -> ByteStream | None:
-        """Return the stream with TLS around it, if there is to be any; None, and it is closed, where that failed."""
+        """Return the stream, with TLS around it if there is a context; close it and return None if TLS failed."""
         if self._context is None:
             return stream
         reason = f"its TLS handshake was not over within {self._timeout} s"
@@ -383,7 +385,7 @@ class ControlListener:
         return None
 
     async def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting, and wait until the port is closed."""
         if self._task is not None:
             self._stop()
             await self._task.join()
@@ -391,7 +393,7 @@ class ControlListener:
             await listener.aclose()
 
     def abandon(self) -> None:
-        """Accept no more, without waiting: the port is closed as soon as the loop lets go of it."""
+        """Stop accepting without waiting; the port is closed as soon as the loop has stopped watching it."""
         if self._task is not None:
             self._stop()
             if self._task.ended:

@@ -1,9 +1,9 @@
-"""The event loop's side of progress.
+"""Make progress on the event loop.
 
-Adaptive mode: the loop watches the core's one epoll descriptor; when it is readable, or something was submitted, a
-round is done, and another for as long as the core asks for it; then the loop may sleep. Thread mode: the native
-thread makes progress and the loop is woken through an eventfd, once for everything that completed since it last
-looked.
+Adaptive mode: the loop watches the core's one epoll descriptor. When the descriptor is readable or something was
+submitted, the driver does a round, and further rounds as long as the core asks for them; then the loop may sleep.
+Thread mode: the native thread makes progress and wakes the loop through an eventfd, once for everything that completed
+since the loop last looked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ _cores: dict[int, set[Core]] = {}
 """The cores of each event loop of asyncio's kind, by the loop's number."""
 
 BLIND_S = 0.01
-"""How often it is looked where the system watches no more descriptors."""
+"""How often the driver polls under trio if the system cannot watch more descriptors."""
 
 
 class Driver:
-    """Progress of one core on one event loop. `on_round` hears of the peers that failed, after each collection, and
-    returns whom to wake.
+    """Makes progress on one core, on one event loop.
+
+    After each collection of completions, the core calls `on_round` with the peers that failed; `on_round` returns the
+    waiters to wake.
     """
 
     def __init__(self, loop: EventLoop, core: Core, on_round: Callable[[list[PeerLink]], list[Waiter]]) -> None:
@@ -41,7 +43,7 @@ class Driver:
         self._collecting = False
         self._more = False
         self._task: LoopTask | None = None
-        # The core calls this for what it starts by itself, unless it is `awake`: somebody will look soon anyway.
+        # The core calls this when it starts something by itself. It does not while `awake`: a round will follow anyway.
         core.on_submit = self.kick
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
         if self._asyncio is not None:
@@ -57,7 +59,7 @@ class Driver:
             self._task = loop.spawn(self._run_trio, name="aiote progress")
 
     def _join(self) -> None:
-        """Take note of the other cores of this loop: with those, none keeps the loop for longer than a round."""
+        """Record this core as one of its loop's cores. With several of them, each does only one round per turn."""
         others = _cores.setdefault(id(self._asyncio), set())
         others.add(self._core)
         for core in others:
@@ -72,11 +74,11 @@ class Driver:
             _cores.pop(id(self._asyncio), None)
 
     def kick(self) -> None:
-        """Say that something was submitted: look soon."""
+        """Make progress soon, because something was submitted."""
         if not self._running:
             return
         if self._core.threaded:
-            # What was over at once needs no wake-up of the thread's.
+            # Collect what completed at once, so that the native thread need not wake the loop for it.
             self._collect()
         elif self._asyncio is not None:
             if not self._core.awake:
@@ -103,14 +105,15 @@ class Driver:
         try:
             again = self._core.turn(self._on_round)
         finally:
-            # An interrupt that a task met ends the loop, or does not: then the next turn has to come all the same.
+            # An interrupt raised in a task may or may not end the loop. If it does not, the next round has to come.
             if again and self._running and not self._core.awake and self._asyncio is not None:
                 self._core.awake = True
                 self._asyncio.call_soon(self._again)
 
     def _collect(self, *, direct: bool = False) -> None:
-        # What ends may start what waited for it, which kicks: that is collected here in turn, not deeper and deeper.
-        # Tasks run within the first collection alone; what they start may be over at once, and would go on for ever.
+        # A completion may start what waited for it, which calls `kick`. Collect that in this loop, without recursion.
+        # Run tasks only in the first collection: their new transfers may complete at once and run more tasks,
+        # endlessly.
         self._more = True
         if self._collecting:
             return
@@ -141,14 +144,14 @@ class Driver:
             self._sleeping, self._core.awake = False, True
 
     async def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching the descriptor and making progress, and wait until the driver's task has ended."""
         self.detach()
         if self._task is not None:
             self._task.cancel()
             await self._task.join()
 
     def detach(self) -> None:
-        """Watch no longer, without waiting for a task: for an engine that is dropped."""
+        """Stop watching the descriptor without waiting for a task; used for an engine that is dropped."""
         if self._running:
             self._running = False
             self._core.on_submit = None
@@ -157,6 +160,6 @@ class Driver:
                 if not self._asyncio.is_closed():
                     self._asyncio.remove_reader(self._core.fd)
             elif self._task is not None:
-                # Within this call trio lets go of the descriptor. Closed before, its number would stay watched, and the
-                # next engine that gets the number could not watch it.
+                # During this call trio stops watching the descriptor. If the descriptor were closed before, trio would
+                # go on watching its number, and the next engine with that number could not watch it.
                 self._task.cancel()

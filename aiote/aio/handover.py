@@ -1,8 +1,9 @@
-"""Passing descriptors to peers on this host: the wake-up page, and a ring where the rail has one.
+"""Pass descriptors to peers on this host: the wake-up page, and the ring of a rail that has one.
 
-For each channel each side opens a datagram socket, and tells its address over the authenticated control connection.
-Each then sends the other one datagram with the descriptors. The socket takes nothing from anybody who was not told its
-secret (`guarded_socket`), so neither strangers nor other peers can fill its queue, and it is closed by the first one.
+For each channel, each side opens a datagram socket and sends its address over the authenticated control connection.
+Each side then sends one datagram with the descriptors to the other. The socket accepts datagrams only from senders that
+know its secret (`guarded_socket`), so neither strangers nor other peers can fill its queue. The first datagram closes
+it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ MAX_DESCRIPTORS = 8
 
 
 def hand_over(address: bytes, descriptors: Sequence[int], data: bytes) -> None:
-    """Send descriptors, which stay the caller's, and data to a peer's `Handover`. Raises FabricError, ValueError."""
+    """Send descriptors and data to a peer's `Handover`. The caller keeps the descriptors. Raises FabricError,
+    ValueError.
+    """
     secret, name = parse_address(address)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
-            # socket.send_fds drops its address argument.
+            # Do not use socket.send_fds: it drops its address argument.
             sender.sendmsg([secret + data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))], 0, name)
     except OSError as error:
         why = f"{error.strerror}: descriptors cannot be handed over"
@@ -49,7 +52,10 @@ def failed(error: OSError, what: str) -> FabricError:
 
 
 def _is_memory(descriptor: int) -> bool:
-    """Tell whether it is a memfd: only these have seals. Nothing is asked of a file system that may be the peer's."""
+    """Tell whether a descriptor is a memfd, because only memfds have seals.
+
+    Asking for seals does not involve a file system, which may be under the peer's control.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -58,7 +64,10 @@ def _is_memory(descriptor: int) -> bool:
 
 
 def _close_aside(descriptors: Sequence[int]) -> None:
-    """Close what a peer has chosen: that may take as long as it likes, as of a socket that lingers."""
+    """Close descriptors that a peer has sent, in a thread of its own.
+
+    The peer chose them, so closing may take as long as the peer likes, as with a socket that lingers.
+    """
 
     def close() -> None:
         for descriptor in descriptors:
@@ -67,13 +76,15 @@ def _close_aside(descriptors: Sequence[int]) -> None:
     try:
         threading.Thread(target=close, name="aiote close", daemon=True).start()
     except RuntimeError:
-        # The system has no thread left, and descriptors that are kept would be the next that it lacks.
+        # The system has no thread left. Close them here, because otherwise the descriptors would run out next.
         close()
 
 
 class Handover:
-    """The socket for one channel. `address` is for the peer; `on_arrival` is called once, with the descriptors that
-    came, which are its own then, and what came with them, or with what kept us from having them.
+    """The socket for one channel. The peer sends to `address`.
+
+    `on_arrival` is called once: with the received descriptors, which it owns from then on, and the received data; or
+    with the error that prevented their arrival.
     """
 
     def __init__(self, loop: EventLoop, on_arrival: Callable[[Sequence[int], bytes, OSError | None], object]) -> None:
@@ -93,14 +104,14 @@ class Handover:
             except BlockingIOError:
                 continue
             except OSError as error:
-                # It cannot be had again.
+                # The datagram cannot be received again.
                 self._on_arrival([], b"", error)
             else:
                 self._on_arrival(descriptors, data, None)
             return
 
     def _receive(self) -> tuple[list[int], bytes]:
-        # Not socket.recv_fds, which forgets its flags (seen in CPython 3.11 to 3.13).
+        # Do not use socket.recv_fds: it ignores its flags (seen in CPython 3.11 to 3.13).
         data, ancillary, flags, _sender = self._socket.recvmsg(
             MAX_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
         )
@@ -109,7 +120,7 @@ class Handover:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
         if flags & socket.MSG_CTRUNC:
-            # Those that came are here all the same.
+            # The kernel has installed the descriptors that fit, so close them.
             _close_aside(list(descriptors))
             raise OSError(errno.EMFILE, f"not all of it came: over {MAX_DESCRIPTORS}, or more than may be open here")
         if not all(map(_is_memory, descriptors)):
@@ -122,7 +133,7 @@ class Handover:
         return self._socket.fileno() < 0
 
     def close(self) -> None:
-        """Stop listening: the socket is closed as soon as the loop lets go of it. Idempotent."""
+        """Stop listening; the socket is closed as soon as the loop has stopped watching it. Idempotent."""
         self._task.cancel()
         if self._task.ended:
             self._socket.close()

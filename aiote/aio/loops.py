@@ -1,8 +1,8 @@
 """One interface to two event loops.
 
-A `Waiter` is awaited once by one task and set by `set_result`. A `LoopTask` runs beside the engine's user, not in a
-scope of theirs, so an engine may be opened in one task and closed in another (as test fixtures do); its failures go to
-`on_failure`.
+One task awaits a `Waiter` once, and `set_result` wakes it. A `LoopTask` runs beside the engine's user and belongs to no
+scope of theirs, so an engine may be opened in one task and closed in another (as test fixtures do). `report` shows the
+failures of a `LoopTask`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["EventLoop", "LoopTask", "Waiter", "current_loop"]
 
 
 class Waiter(Protocol):
-    """What a task sleeps on until it is told."""
+    """An object that one task awaits until `set_result` is called."""
 
     def set_result(self, value: Any, /) -> None: ...
     def done(self) -> bool: ...
@@ -33,43 +33,43 @@ class Waiter(Protocol):
 
 
 class LoopTask(Protocol):
-    """A running coroutine of the engine's own."""
+    """A coroutine that the engine runs for itself."""
 
     def cancel(self) -> None:
-        """Ask it to end; asked once more, nothing changes."""
+        """Ask the task to end. A second call has no effect."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, or its loop has."""
+        """Whether the task has ended, or its loop has."""
         ...
 
     async def join(self) -> None:
-        """Wait until it has ended; its own failure is not raised here."""
+        """Wait until the task has ended; the task's own failure is not raised here."""
         ...
 
 
 class Alarm(Protocol):
-    """A timer that wakes a loop by a descriptor, and costs its other turns nothing."""
+    """A timer that wakes a loop by a descriptor, so it costs nothing in the loop's other turns."""
 
     def set(self, seconds: float) -> None:
-        """Have the function called after so many seconds, instead of when it was before."""
+        """Set the timer: call the function after `seconds`, and no longer at the time set before."""
         ...
 
     def close(self) -> None:
-        """Call it no more. Idempotent."""
+        """Stop the timer. Idempotent."""
         ...
 
 
 class EventLoop(Protocol):
-    """What the floors above need of an event loop."""
+    """The parts of an event loop that the layers above use."""
 
     name: str
     own: OwnLoop
-    """Whether it runs the caller, for native code."""
+    """Tells native code whether this loop runs the caller."""
 
     def require_here(self) -> None:
-        """Raise UsageError where it does not run the caller; outside of any loop its own thread may call, too."""
+        """Raise UsageError unless this loop runs the caller, or the caller is on its thread and no loop runs there."""
 
     def waiter(self) -> Waiter: ...
     def spawn(
@@ -100,7 +100,7 @@ def current_loop() -> EventLoop:
 
 
 def require_loop(expected: object, running: object, thread: int) -> None:
-    """Raise UsageError where another event loop runs the caller than the expected one of a thread."""
+    """Raise UsageError unless the expected loop runs the caller, or the caller is on its thread without any loop."""
     if running is expected or (running is None and threading.get_ident() == thread):
         return
     where = "outside of an event loop" if running is None else "from another event loop"
@@ -113,7 +113,9 @@ def require_loop(expected: object, running: object, thread: int) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Say loudly that something of ours failed; it must not happen, and must not take the user's tasks down."""
+    """Report an error of the engine to `sys.excepthook`; the error should not happen, and must not end the user's
+    tasks.
+    """
     sys.excepthook(type(error), error.with_traceback(error.__traceback__), error.__traceback__)
 
 
@@ -123,7 +125,7 @@ class AsyncioTask:
         self._asked = False
 
     def cancel(self) -> None:
-        # A second cancellation would interrupt what the first made it do.
+        # A second cancellation would interrupt the cleanup that the first one started.
         if not self._asked and not self.ended:
             self._asked = True
             self._task.cancel()
@@ -168,36 +170,39 @@ class AsyncioLoop:
         self.own = OwnLoop(asyncio._get_running_loop, loop)
         self._thread = threading.get_ident()
         self.time = loop.time
-        # The loop holds tasks weakly; an engine's own must live until they are over.
+        # The loop refers to its tasks weakly, but the engine's own tasks must live until they have ended.
         self._tasks: set[asyncio.Task[None]] = set()
 
     def require_here(self) -> None:
-        """Raise UsageError where another loop, or another thread, calls."""
+        """Raise UsageError if another loop or another thread calls."""
         require_loop(self.loop, asyncio._get_running_loop(), self._thread)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.loop.call_soon(function)
 
     def call_from_thread(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop's thread, from another one. Raises RuntimeError when the loop has ended."""
+        """Call a function on the loop's thread, from another thread. Raises RuntimeError if the loop has ended."""
         self.loop.call_soon_threadsafe(function)
 
     def forget_readable(self, fd: int) -> None:
-        """Drop what was to be done about a readable descriptor; to be called before its waiter is cancelled.
+        """Stop watching a descriptor; call this before cancelling the task that waits for it.
 
-        asyncio would accept for a waiter that is cancelled in the same turn, and nobody would own that connection.
+        Otherwise asyncio could accept a connection for a task that is cancelled in the same turn, and no code would own
+        that connection.
         """
         if not self.loop.is_closed():
             self.loop.remove_reader(fd)
 
     def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]:
-        """Call a function, which has to read, whenever a descriptor is readable; what is returned stops that."""
+        """Call a function whenever a descriptor is readable; it must read. Call the returned function to stop that."""
         self.loop.add_reader(fd, function)
         return functools.partial(self.forget_readable, fd)
 
     def alarm(self, function: Callable[[], object]) -> Alarm | None:
-        """Return a timer, or None where the loop's own are as cheap (uvloop's), its time is not the system's, or the
-        system has no more of them: what is late then is only dearer.
+        """Return a timer that calls a function, or None. Without a timer, the caller uses the loop's own timers.
+
+        It is None if the loop's own timers are as cheap (uvloop's), if the loop's clock is not the system's, or if the
+        system has no more timers; in the last case waiting only costs more.
         """
         if getattr(type(self.loop), "time", None) is not asyncio.BaseEventLoop.time:
             return None
@@ -213,9 +218,9 @@ class AsyncioLoop:
         name: str,
         after: Callable[[], object] | None = None,
     ) -> LoopTask:
-        """Run a coroutine beside the caller; `after` is called when it has ended, even if it never began."""
+        """Run a coroutine in a task of its own; `after` is called when the task has ended, even if it never began."""
         task = self.loop.create_task(function(*args), name=name)
-        # An engine that was never closed says so itself, once; asyncio would of each of its tasks.
+        # An engine that was never closed warns once by itself; asyncio would warn about each of its tasks.
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -301,24 +306,24 @@ class TrioLoop:
             return None
 
     def require_here(self) -> None:
-        """Raise UsageError where another run, or another thread, calls."""
+        """Raise UsageError if another run of trio or another thread calls."""
         require_loop(self._token, self._running(), self._thread)
 
     def waiter(self) -> Waiter:
         return TrioWaiter(self._trio)
 
     def forget_readable(self, fd: int) -> None:
-        """Do nothing: trio accepts in the waiting task itself."""
+        """Do nothing: under trio the waiting task itself accepts the connection."""
 
     def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]:
-        """Call a function, which has to read, whenever a descriptor is readable; what is returned stops that."""
+        """Call a function whenever a descriptor is readable; it must read. Call the returned function to stop that."""
 
         async def watch() -> None:
             while True:
                 try:
                     await self._trio.lowlevel.wait_readable(fd)
                 except OSError:
-                    # The system watches no more descriptors: what there is to read is there in a while, too.
+                    # The system cannot watch more descriptors. The bytes stay readable, so try again later.
                     await self._trio.sleep(1)
                     continue
                 function()
@@ -329,7 +334,7 @@ class TrioLoop:
         return float(self._trio.current_time())
 
     def alarm(self, function: Callable[[], object]) -> Alarm | None:
-        """Return None: trio's own timers are as cheap."""
+        """Return None, because trio's own timers are as cheap."""
         return None
 
     def call_soon(self, function: Callable[[], object]) -> None:
@@ -347,7 +352,7 @@ class TrioLoop:
         task = TrioTask(self._trio)
 
         async def run() -> None:
-            # A system task must not raise, or it takes the whole run down.
+            # A system task must not raise, because that would end the whole run.
             try:
                 with task.scope:
                     await function(*args)

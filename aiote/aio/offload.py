@@ -1,7 +1,8 @@
-"""Calls that hold their thread for seconds, each in a thread of its own.
+"""Run calls that block their thread for seconds, each in a thread of its own.
 
-Only for what the system has no other form of, as the pinning of memory has none: the kernel neither tells when it is
-done nor takes it back. So a cancelled await lasts until the call has returned, and `undo` gets what it returned.
+Use this only for calls that have no asynchronous form in the system. Pinning memory is one: the kernel does not
+announce when it is done, and cannot cancel it. So a cancelled await lasts until the call has returned, and `undo` then
+gets the result.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ T = TypeVar("T")
 
 
 class ThreadCall(Generic[T]):
-    """A function that runs in a thread. Its result is the caller's by `result`, or goes to `undo`, never both."""
+    """A function that runs in a thread. Its result goes to the caller of `result` or to `undo`, never to both."""
 
     def __init__(self, loop: EventLoop, function: Callable[[], T], undo: Callable[[T], object], *, name: str) -> None:
-        """Start the thread. Raises RuntimeError where the system has no more of them."""
+        """Start the thread. Raises RuntimeError if the system has no more threads."""
         self._loop = loop
         self._function = function
         self._undo = undo
@@ -46,20 +47,21 @@ class ThreadCall(Generic[T]):
         try:
             self._loop.call_from_thread(self._over.set)
         except RuntimeError:
-            # The loop has ended, and nobody waits any more.
+            # The loop has ended, so no task waits any more.
             return
 
     def _undone(self) -> None:
-        # Whoever takes the result out of the list has it: the thread, or one that gave up only when this was over.
+        # Taking the result out of the list decides who undoes it: this thread, or a caller that gave up after the
+        # function had returned.
         while self._results:
             try:
                 self._undo(self._results.pop())
             except Exception as error:
-                # Nobody waits for this any more.
+                # No caller waits for the result, so the error can only be reported.
                 report(error)
 
     async def join(self) -> None:
-        """Wait until the function has returned, whatever cancels us meanwhile: then what it returned is undone."""
+        """Wait until the function has returned, even if the wait is cancelled; then undo the result, and raise."""
         try:
             await self._returned()
         except BaseException:
@@ -75,17 +77,17 @@ class ThreadCall(Generic[T]):
             await self._over.wait()
 
     def abandon(self) -> None:
-        """Have the thread undo what the function returns, where it has not returned yet."""
+        """Let the thread undo the function's result, if the function has not returned yet."""
         self._unwanted = True
 
     def give_up(self) -> None:
-        """Undo what it returns; the calling thread stands still until it has."""
+        """Undo the function's result; block the calling thread until the function has returned."""
         self.abandon()
         self._thread.join()
         self._undone()
 
     def result(self) -> T:
-        """Return what the function has returned, once, or raise what it raised."""
+        """Return the function's result, once, or raise its exception; block until the thread has ended."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -93,9 +95,10 @@ class ThreadCall(Generic[T]):
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread; a cancellation is raised when it has returned, also a bare `Task.cancel`.
+    """Call a function in a thread. A cancellation, even a plain `Task.cancel`, is raised after the function has
+    returned.
 
-    Where the system has no thread left it is called here, and the loop stands still meanwhile.
+    If the system has no thread left, the function is called here and blocks the loop.
     """
     try:
         call = ThreadCall(current_loop(), function, lambda _: None, name="aiote in_thread")

@@ -1,4 +1,4 @@
-"""Waiting that neither loses a wake-up nor lets go too early."""
+"""Wait without losing a wake-up, and without returning before the NIC has released a buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 0.001
 
 
 class Over(Protocol):
-    """Something native that is over some day."""
+    """A native operation that ends at some time."""
 
     @property
     def is_over(self) -> bool: ...
@@ -27,11 +27,10 @@ class Over(Protocol):
 
 
 async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
-    """Wait until a cancelled thing is over, whatever cancels us meanwhile; False when `patience` seconds did not
-    suffice.
+    """Wait until a cancelled operation is over, even if the wait is cancelled; return False after `patience` seconds.
 
-    The NIC owns the buffer until then, so this is not to be interrupted: the scope shields from cancel scopes,
-    the loop from bare `Task.cancel` calls (the cancellation that brought us here is raised again by the caller).
+    The NIC owns the buffer until the operation is over, so the wait must not be interrupted: `insist` shields it from
+    cancel scopes, and continues it after a plain `Task.cancel`. The caller raises again the cancellation that led here.
     """
     before = item.on_over
     current: list[Waiter] = []
@@ -52,15 +51,19 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
 
 
 async def poll_until(loop: EventLoop, condition: Callable[[], bool], patience: float) -> bool:
-    """Wait until something holds that nothing announces, whatever cancels us meanwhile; False after so many seconds."""
+    """Poll until a condition holds, even if the wait is cancelled; return False after `patience` seconds.
+
+    Use this for a condition without a wake-up.
+    """
     return await insist(loop, condition, lambda: anyio.sleep(POLL_S), patience)
 
 
 async def insist(
     loop: EventLoop, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], patience: float
 ) -> bool:
-    """Wait until something holds, whatever interrupts us meanwhile; False after so many seconds. `wait` returns
-    whenever it may have come true. Ctrl-C is raised when it holds.
+    """Wait until a condition holds, even if the wait is interrupted; return False after `patience` seconds.
+
+    `wait` must return whenever the condition may have become true. Ctrl-C is raised after the condition holds.
     """
     scope = anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True)
     interruption: BaseException | None = None
@@ -73,10 +76,10 @@ async def insist(
                     if scope.cancel_called:
                         raise
                 except (KeyboardInterrupt, SystemExit) as error:
-                    # trio raises Ctrl-C in its main task, shielded or not.
+                    # trio raises Ctrl-C in its main task, even if that is shielded.
                     interruption = error
     except anyio.get_cancelled_exc_class():
-        # Where a bare Task.cancel came meanwhile, anyio lets the scope's own cancellation through.
+        # If a plain Task.cancel came meanwhile, anyio raises the scope's own cancellation.
         if not scope.cancel_called or loop.name != "asyncio":
             raise
     if interruption is not None and condition():
@@ -85,7 +88,7 @@ async def insist(
 
 
 async def within(seconds: float, function: Callable[[], Awaitable[None]]) -> bool:
-    """Run a function for at most so many seconds; False when time ran out."""
+    """Run a function for at most `seconds`; return False if the time ran out."""
     with anyio.move_on_after(seconds) as scope:
         await function()
     return not scope.cancelled_caught
@@ -95,7 +98,7 @@ sleep = anyio.sleep
 
 
 class Signal:
-    """A condition that tasks wait for: `set` wakes everyone that waits now, `wake_one` the first in the queue."""
+    """A condition that tasks wait for: `set` wakes all tasks that wait now, `wake_one` the first in the queue."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -105,7 +108,7 @@ class Signal:
         return len(self._waiters)
 
     async def wait(self) -> None:
-        """Sleep until woken; a wake-up that meets a cancellation goes on to the next in the queue."""
+        """Sleep until woken. If a woken task is cancelled before it runs, the next task in the queue is woken."""
         waiter = self._loop.waiter()
         self._waiters.append(waiter)
         try:
@@ -118,7 +121,7 @@ class Signal:
             raise
 
     def wake_one(self, wake: Callable[[Waiter], object] = wake) -> None:
-        """Wake the one that has waited longest, if any."""
+        """Wake the task that has waited longest, if any waits."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -126,6 +129,6 @@ class Signal:
                 return
 
     def set(self, wake: Callable[[Waiter], object] = wake) -> None:
-        """Wake all."""
+        """Wake all tasks that wait now."""
         for _ in range(len(self._waiters)):
             self.wake_one(wake)

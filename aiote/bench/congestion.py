@@ -1,6 +1,6 @@
-"""Which TCP congestion control is in force, and a network namespace with another.
+"""The TCP congestion control in force, and a network namespace with another one.
 
-BBR paces what it sends, which halves the bandwidth of loopback; comparisons over tcp are better made under reno.
+BBR paces its packets, which halves the bandwidth of loopback; comparisons over tcp are better made under reno.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ IFF_UP = 1
 
 
 class NamespaceError(Exception):
-    """No namespace can be made here; the text says why and what to do."""
+    """A namespace cannot be made here; the text says why and what to do."""
 
 
 def congestion_control() -> str:
-    """Return the name of the congestion control of new connections, "unknown" where the kernel does not tell."""
+    """Return the name of the congestion control of new connections, or "unknown" if the kernel does not report it."""
     try:
         return SETTING.read_text().strip()
     except OSError:
@@ -47,10 +47,10 @@ def _raise_loopback() -> None:
 
 
 def enter_namespace(name: str = "reno") -> None:
-    """Move this process, and what it starts from now on, to a network namespace with that congestion control.
+    """Move this process, and its future children, to a network namespace with that congestion control.
 
-    It has a loopback interface and nothing else. Root makes it directly, others in a user namespace of their own; the
-    process must have one thread. Raises NamespaceError.
+    The namespace has only a loopback interface. Root makes it directly, other users in a user namespace of their own;
+    the process must have one thread. Raises NamespaceError.
     """
     uid, gid = os.getuid(), os.getgid()
     try:

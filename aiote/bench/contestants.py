@@ -1,4 +1,4 @@
-"""Who takes part, and how the two processes of each are started: here, or one of them on another machine."""
+"""The contestants of a comparison, and how to start the two processes of each: here, or one on another machine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ __all__ = [
 OWN = ("verbs", "local", "socket")
 """Providers that need no libfabric."""
 
-# Beside this file in an installed package; in an editable one it lies in the build folder.
+# The program is beside this file in an installed package, and in the build folder of an editable one.
 RAW = Path(str(files("aiote.bench").joinpath("aiote-bench-raw")))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default; the
-    providers in OWN take none. `memory` is one of MEMORIES. `gpu_sharing` is the engines' setting; None: the default.
+    """The settings that all contestants of a comparison share. `library` is a path of libfabric.so.1, "" for the
+    default; the providers in OWN take none. `memory` is one of MEMORIES. `gpu_sharing` is the engines' setting; None:
+    the default.
     """
 
     provider: str
@@ -54,18 +55,18 @@ class Setting:
 
     @property
     def over_tcp(self) -> bool:
-        """Whether TCP carries the bytes, as far as we know the provider."""
+        """Whether TCP carries the bytes, as far as the provider is known."""
         return self.provider not in ("shm", "verbs", "local")
 
     def memory_of(self, role: str) -> str:
-        """Return where the bytes of the initiator or of the target lie: host or cuda."""
+        """Return the kind of memory of the initiator or of the target: host or cuda."""
         initiator, target = MEMORIES[self.memory]
         return target if role == "target" else initiator
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`kind` is aiote, raw, or other; others have a command of their own, and say over which providers."""
+    """`kind` is aiote, raw, or other; others have a command of their own, and name the providers that they support."""
 
     name: str
     kind: str
@@ -74,7 +75,7 @@ class Contestant:
 
     @classmethod
     def others(cls, path: Path) -> list[Contestant]:
-        """Read workers of other libraries, a line of JSON each. Raises BenchError for what is none."""
+        """Read the peers' workers, one JSON object a line. Raises BenchError for anything else."""
         found = []
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
@@ -87,7 +88,7 @@ class Contestant:
 
 
 def perftest(rails: str) -> list[Contestant]:
-    """Return linux-rdma's perftest as a contestant over verbs, where it is installed."""
+    """Return linux-rdma's perftest as a contestant over verbs, if it is installed."""
     if not available():
         return []
     command = (sys.executable, "-P", "-m", "aiote.bench.perftest", f"--rails={rails}")
@@ -108,7 +109,7 @@ def aiote_worker(role: str, setting: Setting, host: str = "") -> list[str]:
 
 
 def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
-    """Return the command of a side of the pair in C. Raises BenchError where it was not built."""
+    """Return the command of a side of the pair in C. Raises BenchError if the program was not built."""
     if not RAW.exists():
         raise BenchError(f"the raw baseline is missing: {RAW.name} is built and installed with the package")
     command = [str(RAW), "--role", role]
@@ -118,7 +119,7 @@ def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
 
 
 def worker_command(contestant: Contestant, role: str, setting: Setting, processor: int, host: str = "") -> list[str]:
-    """Return the command of one side. Raises BenchError where it cannot be made."""
+    """Return the command of one side. Raises BenchError if the contestant does not support the setting."""
     if contestant.kind != "aiote" and setting.memory != "host":
         raise BenchError(f"{contestant.name}: only aiote's own loops move memory of a GPU")
     if contestant.kind == "other":
@@ -137,20 +138,20 @@ def worker_command(contestant: Contestant, role: str, setting: Setting, processo
 def _rails(kind: str, role: str, setting: Setting, host: str) -> str:
     if setting.provider != "verbs":
         return setting.rails
-    # The raw loops look nothing up: they are told the port and the GID that an engine would choose.
+    # The raw loops cannot look up ports. They are given the port and the GID that an engine would choose.
     ports = ports_of(role, setting.rails, host)
     return ",".join(port.name if kind == "aiote" else f"{port.device}:{port.number}:{gid.index}" for port, gid in ports)
 
 
 def processors() -> tuple[int, int]:
-    """Return where initiator and target run: apart where there are two processors."""
+    """Return the processors of initiator and target, different ones if there are two."""
     usable = sorted(os.sched_getaffinity(0))
     return usable[0], usable[1 if len(usable) > 1 else 0]
 
 
 @contextlib.contextmanager
 def start(contestant: Contestant, setting: Setting, connection: WorkerConnection | None = None) -> Iterator[Pair]:
-    """Start both sides of a contestant and have them meet; the target elsewhere where there is a connection to it."""
+    """Start both sides of a contestant and connect them. With a connection, the target runs on the other machine."""
     here, there = processors()
     with contextlib.ExitStack() as stack:
         needs_eventfds = contestant.kind == "raw" and setting.provider == "shm" and setting.mode == "event"

@@ -1,4 +1,4 @@
-"""Which ports of RDMA devices the two sides of a comparison over verbs speak from."""
+"""The ports of RDMA devices that the two sides of a comparison over verbs use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["ports_of"]
 
 
 def ports_of(role: str, rails: str, host: str = "", root: str = "/sys") -> list[tuple[Port, Gid]]:
-    """Return the ports of one side, each with the GID that an engine would take.
+    """Return the ports of one side, each with the GID that an engine would choose.
 
-    Those that `rails` names are both sides'. Without names a side has one: the port that has the address `host`; on one
-    machine, which says no address, the target has the second that is up, if there is one, so that what is measured
-    crosses the switch. Raises BenchError.
+    The ports that `rails` names serve both sides. Without names a side uses one port: the one with the address `host`.
+    On one machine, where `host` is empty, the target uses the second port that is up, if there is one, so that the
+    measured traffic crosses the switch. Raises BenchError.
     """
     ports = read_ports(root)
     try:

@@ -1,17 +1,17 @@
-"""What the KV-cache service adds to the first token, and how soon a cancelled request's pages are free.
+"""The time that the KV-cache service adds to the first token, and the time until a cancelled request's pages are free.
 
-*The first token.* A prefiller that computes a prompt in one process has it after L layers of T. With the decoder in
-another one it is there when the last layer's pages and the tail have arrived. What cannot hide behind the computation
-is the request's way there, and the last layer, which moves when nothing is left to compute:
+*The first token.* A prefiller that computes a prompt in one process has the token after L layers of T. With the decoder
+in another process, the token is there when the last layer's pages and the tail have arrived. Two parts cannot overlap
+with the computation: the request's way to the prefiller, and the last layer, which moves after the computation:
 
     bound = round trip of a prompt of one page + t + (L - 1) * max(0, t - T),  t = bytes of a layer / bandwidth
 
-with round trips that are made as rarely as the prompts (a processor has forgotten by then what it does between them),
-and the bandwidth of the same pages in the service; the last term is what a wire that is slower than the computation
-lags behind. All four are measured in turn, round after round.
+The round trips are made as rarely as the prompts, because meanwhile the caches of a processor lose the code and data of
+a round trip. The service moves the same pages to measure the bandwidth. The last term is the lag of a wire that is
+slower than the computation. All four are measured in turn, round after round.
 
-*Pages back.* From cancelling the task that is in `async with consumer.receive(...)` to the end of that block: with a
-prefiller that answers, and with one that was killed or stopped in the middle of a transfer.
+*Pages back.* The time from cancelling the task that is in `async with consumer.receive(...)` to the end of that block:
+with a prefiller that answers, and with one that was killed or stopped in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Round:
 
     @property
     def added_us(self) -> float:
-        """What the transfer adds."""
+        """The time that the transfer adds."""
         return self.together_us - self.alone_us
 
     def bound_us(self, workload: Workload, layer_us: int) -> float:
-        """Return what cannot be hidden of it."""
+        """Return the part of the added time that the computation cannot hide."""
         layer = workload.layer_bytes / (self.gib_s * GIB) * 1e6
         return self.trip_us + layer + (workload.layers - 1) * max(0.0, layer - layer_us)
 
@@ -101,7 +101,7 @@ class FirstToken:
 def first_token(
     pair: Pair, provider: str, workload: Workload, *, in_thread: bool, runs: int, layer_us: int = LAYER_US
 ) -> FirstToken:
-    """Measure it with a pair that can compute. The workload's window is that of the bandwidth."""
+    """Measure the added time with a pair that can compute. The workload's window applies to the bandwidth."""
     single, small = dataclasses.replace(workload, window=1), Workload(workload.size, 1, 1, workload.layers)
     rounds = []
     how = {"layer_us": layer_us, "in_thread": int(in_thread)}
@@ -148,7 +148,7 @@ def pages_back(pair: Pair, provider: str, workload: Workload, count: int) -> Pag
 
 
 def _lose_one(start: Callable[[], AbstractContextManager[Pair]], workload: Workload, number: int) -> float:
-    """Do it with new processes, until the prefiller is dead before the request is over."""
+    """Lose a prefiller in new processes, and retry until it dies before its request is over. Return milliseconds."""
     for _ in range(TRIES):
         with start() as pair:
             took = _lose(pair, workload, number)
@@ -158,7 +158,7 @@ def _lose_one(start: Callable[[], AbstractContextManager[Pair]], workload: Workl
 
 
 def _lose(pair: Pair, workload: Workload, number: int) -> float:
-    """Cancel one request whose prefiller is sent a signal; return the milliseconds, less than 0 where it was over."""
+    """Cancel one request after sending its prefiller a signal; return milliseconds, less than 0 if it was over."""
     line = workload.line("lost", 1, signal=number)
     for side in (pair.target, pair.initiator):
         side.send(line)

@@ -1,7 +1,7 @@
-"""A KV-cache service in several libraries: runs that alternate, and what one is to the best of the others.
+"""Measure a KV-cache service in several libraries, with alternating runs, and compare ours with the best of the others.
 
-The workers are those of `bench/peers/kvcache_*.py`; `bench/peers/kvcache.py` says what their task is. The decode side
-is the initiator of a pair, and its clock is the one that counts.
+The workers are those of `bench/peers/kvcache_*.py`; `bench/peers/kvcache.py` describes their task. The decode side is
+the initiator of a pair, and its clock counts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 OURS = "aiote"
-"""Contestants whose names begin so are the library itself; the others are its peers."""
+"""Contestants whose names begin with this are the library itself; the others are its peers."""
 LAYERS = 16
 SEEDS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts of `pages` pages of `size` bytes in each layer, `window` of them under way."""
+    """Prompts of `pages` pages of `size` bytes in each layer, `window` of them in flight."""
 
     size: int
     pages: int
@@ -66,7 +66,7 @@ class Workload:
         return f"{self.pages} x {size_text(self.size)}"
 
     def line(self, op: str, count: int, **more: int) -> str:
-        """Return the line that tells a worker; each has other bytes."""
+        """Return the line that orders a run from a worker; each line has another seed, so other bytes."""
         values = {**dataclasses.asdict(self), "count": count, "seed": next(SEEDS), **more}
         return f"run op={op} " + " ".join(f"{name}={value}" for name, value in values.items())
 
@@ -76,7 +76,7 @@ WORKLOADS = tuple(Workload(size << 10, pages) for size, pages in ((16, 8), (16, 
 
 @dataclass(frozen=True, slots=True)
 class ServiceRun:
-    """One run: how fast, how long a request took, and CPU seconds of both sides for each second."""
+    """One run: its speed, the time of a request, and CPU seconds of both sides for each second."""
 
     gib_s: float
     p50_us: float
@@ -87,7 +87,7 @@ class ServiceRun:
 
     @classmethod
     def of(cls, workload: Workload, count: int, decode: dict[str, Any], prefill: dict[str, Any]) -> ServiceRun:
-        """Make one of what the two sides answered. Raises KeyError, TypeError, ZeroDivisionError for no answers."""
+        """Make a run from both sides' answers. Raises KeyError, TypeError, ZeroDivisionError for other answers."""
         seconds = float(decode["seconds"])
         return cls(
             gib_s=count * workload.request_bytes / seconds / GIB,
@@ -101,7 +101,7 @@ class ServiceRun:
 
 @dataclass(slots=True)
 class ServiceEntry:
-    """A contestant at one workload; `refusal` says why it takes no part."""
+    """A contestant at one workload; `refusal` says why it was left out."""
 
     name: str
     pair: Pair
@@ -111,16 +111,16 @@ class ServiceEntry:
 
     @property
     def ours(self) -> bool:
-        """Whether it is the library itself."""
+        """Whether the contestant is the library itself."""
         return self.name.startswith(OURS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What became of one contestant at one workload: medians of its runs, and `value` in GiB/s.
+    """The result of one contestant at one workload: medians of its runs, and `value` in GiB/s.
 
-    `ratio` is, of the library itself alone, to the best peer at this workload (`best`), each run divided by its
-    neighbour.
+    `ratio` is only set for the library itself: its ratio to the best peer at this workload (`best`), each run divided
+    by its neighbour.
     """
 
     provider: str
@@ -142,7 +142,7 @@ class Line:
 
 
 def do(pair: Pair, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Have a pair do what a line says. Raises BenchError where bytes are not in their places, Unsupported."""
+    """Let a pair execute a line. Raises BenchError if bytes are not in their places, and Unsupported."""
     decode, prefill = pair.run(line)
     for side, answer in (("decode", decode), ("prefill", prefill)):
         if answer.get("verified") is not True:
@@ -159,12 +159,12 @@ def _once(entry: ServiceEntry, workload: Workload, count: int, **more: int) -> S
 
 
 def whole(workload: Workload, count: float) -> int:
-    """Return a number of requests that fills the window, and its last round."""
+    """Round a number of requests to a multiple of the window, at least one window."""
     return max(1, round(count / workload.window)) * workload.window
 
 
 def _warm_up(entry: ServiceEntry, workload: Workload, plan: RunPlan) -> None:
-    """Check every layer as it comes, and find how many requests take as long as a run should."""
+    """Check every layer on arrival, and determine how many requests take as long as a run should."""
     _once(entry, workload, 2 * workload.window, check=1)
     count = 2 * workload.window
     run = _once(entry, workload, count)
@@ -176,7 +176,7 @@ def _warm_up(entry: ServiceEntry, workload: Workload, plan: RunPlan) -> None:
 
 
 def _attempt(entry: ServiceEntry, step: Callable[[], object]) -> None:
-    """Do a step; a peer that fails is left out from then on, the library itself must not."""
+    """Do a step. A peer that fails is left out from then on; a failure of the library itself is raised."""
     try:
         step()
     except BenchError as error:
@@ -192,7 +192,7 @@ def measure_service(
     plan: RunPlan,
     on_step: Callable[[str], object] = lambda _: None,
 ) -> list[Line]:
-    """Measure one workload for all, in turn. Raises BenchError where the library fails, or data are wrong."""
+    """Measure one workload for all, in turn. Raises BenchError if the library fails or data are wrong."""
     for entry in entries:
         on_step(f"{provider} {workload}, {workload.window} under way: {entry.name}")
         _attempt(entry, lambda entry=entry: _warm_up(entry, workload, plan))  # type: ignore[misc]
@@ -205,7 +205,7 @@ def measure_service(
 
 
 def best_of(entries: Sequence[ServiceEntry]) -> ServiceEntry | None:
-    """Return whose median is the largest, None where there is nobody."""
+    """Return the contestant with the largest median, or None without contestants."""
     return max(entries, key=lambda entry: Spread.of([run.gib_s for run in entry.runs]).median, default=None)
 
 

@@ -1,4 +1,4 @@
-"""The figures of the KV-cache service as tables of Markdown: what a terminal shows is what a note quotes."""
+"""The figures of the KV-cache service as tables of Markdown, so that notes can quote the terminal's output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _names(lines: Sequence[Line]) -> list[str]:
 
 
 def service(lines: Sequence[Line]) -> str:
-    """Return medians in GiB/s, a column for each contestant, and what ours are to the best peer."""
+    """Return medians in GiB/s, a column for each contestant, and the ratios of ours to the best peer."""
     names = _names(lines)
     rows = []
     for work, group in _grouped(lines).items():
@@ -67,7 +67,7 @@ def _times(line: Line) -> str:
 
 
 def first_tokens(found: Sequence[FirstToken]) -> str:
-    """Return what is added to the first token, beside its bound."""
+    """Return the time that is added to the first token, beside its bound."""
     heads = ["pages", "layers", "in one process, ms", "added, ms", "round trip, ms", "GiB/s", "bound, ms"]
     heads += ["added / bound"]
     rows = [
@@ -87,7 +87,7 @@ def first_tokens(found: Sequence[FirstToken]) -> str:
 
 
 def pages_back(found: Sequence[PagesBack]) -> str:
-    """Return how long it took until cancelled requests' pages were free."""
+    """Return the time until cancelled requests' pages were free."""
     rows = [
         [
             f"{one.provider}, {one.contestant}, {one.pages} x {size_text(one.size)}",

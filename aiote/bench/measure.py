@@ -1,4 +1,4 @@
-"""Runs that alternate between the contestants, and what is made of them."""
+"""Runs that alternate between the contestants, and the records made from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_ARENA = 32 << 20
 FIRST_BYTES = 32 << 20
 FIRST_REQUESTS = 500
 ALONE = 0.9
-"""A process that spins and gets less than this of a core shares it with somebody: its run says little."""
+"""The share of a core below which a spinning process shares it with another process, so that its run says little."""
 RETRIES = 5
 SEEDS = itertools.count(1)
 
@@ -34,7 +34,7 @@ class RunPlan:
 
 @dataclass(slots=True)
 class Measurement:
-    """One contestant at one kind of work, as far as it was measured. `loop` is "" where none matters.
+    """The measurements so far of one contestant at one kind of work. `loop` is "" for a contestant without event loop.
 
     `optional`: its failure is noted, and does not end the measurement of the others.
     """
@@ -56,7 +56,7 @@ def arena_for(works: Sequence[Work]) -> int:
 
 
 def _once(entry: Measurement, work: Work, count: int) -> TimedRun:
-    """Do one run. Raises BenchError when what arrived is not what was sent."""
+    """Do one run. Raises BenchError when the received bytes differ from the sent ones."""
     work = replace(work, count=count, seed=next(SEEDS))
     initiator, target = entry.pair.run(work.line())
     for side, answer in (("initiator", initiator), ("target", target)):
@@ -75,7 +75,7 @@ def _whole(work: Work, count: float) -> int:
 
 
 def _warm_up(entry: Measurement, work: Work, plan: RunPlan) -> None:
-    """Do the cold run, and find how many requests take as long as a run should."""
+    """Do the cold run, and determine how many requests take as long as a run should."""
     size = max(work.request_bytes, 1)
     count = _whole(work, min(FIRST_REQUESTS, max(work.window, FIRST_BYTES // size)))
     run = _once(entry, work, count)
@@ -84,7 +84,7 @@ def _warm_up(entry: Measurement, work: Work, plan: RunPlan) -> None:
         wanted = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
         if run.seconds >= plan.seconds / 4:
             break
-        # A short run says little about the speed, so the next is at most ten times as long.
+        # A short run says little about the speed, so the next one is at most ten times as long.
         count = min(wanted, count * 10)
         run = _once(entry, work, count)
     entry.count = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
@@ -95,7 +95,7 @@ def _shared(run: TimedRun) -> bool:
 
 
 def _round(entries: Sequence[Measurement], work: Work) -> dict[int, TimedRun]:
-    """Do one run of each; one that fails and may is left out from then on."""
+    """Do one run of each. An optional contestant that fails is left out from then on."""
     found = {}
     for entry in entries:
         try:
@@ -106,7 +106,7 @@ def _round(entries: Sequence[Measurement], work: Work) -> dict[int, TimedRun]:
 
 
 def _note(entry: Measurement, error: BenchError) -> None:
-    """Leave a contestant out that failed. Raises the error where its failure counts."""
+    """Leave out a contestant that failed. Raises the error if the contestant is not optional."""
     if not entry.optional:
         raise error
     entry.refusal = entry.pair.broken = str(error)
@@ -114,8 +114,8 @@ def _note(entry: Measurement, error: BenchError) -> None:
 
 
 def _alternate(entries: Sequence[Measurement], work: Work, plan: RunPlan, *, spins: bool) -> int:
-    """Do the runs, one of each contestant in turn, every other round in the opposite order; return how many rounds were
-    thrown away because a spinning process of the engine or the baseline had to share its core.
+    """Do the runs, one of each contestant in turn, every other round in the opposite order. Return how many rounds were
+    discarded because a spinning process of the engine or the baseline had to share its core.
     """
     disturbed = 0
     number = 0
@@ -141,7 +141,7 @@ def measure(
 ) -> list[BenchRecord]:
     """Measure one kind of work for all contestants; one that cannot do it has a record without a figure.
 
-    Raises BenchError where a worker fails or the data are wrong.
+    Raises BenchError if a worker fails or the data are wrong.
     """
     able: list[Measurement] = []
     for entry in entries:
@@ -156,7 +156,7 @@ def measure(
             entry.refusal = str(refusal)
         except BenchError as error:
             _note(entry, error)
-    # On a machine with one processor there is no run that nothing disturbed.
+    # On a machine with one processor every run is disturbed.
     spins = setting.mode == "spin" and len(set(processors())) > 1
     disturbed = _alternate(able, work, plan, spins=spins) if able else 0
     raw = next((entry for entry in able if entry.pair.name == "raw"), None)

@@ -1,4 +1,4 @@
-"""The measured loops on aiote's public API: what a user would write, one coroutine for each outstanding request."""
+"""The measured loops on aiote's public API, as a user would write them: a coroutine for each outstanding request."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def _aligned(nbytes: int) -> Words:
-    """Allocate from the start of a huge page on."""
+    """Allocate zeroed memory that begins at the start of a huge page."""
     memory = np.zeros(nbytes + HUGE_BYTES, dtype=np.uint8)
     start = -memory.ctypes.data % HUGE_BYTES
     return memory[start : start + nbytes].view(np.uint64)
 
 
 class Arena:
-    """The memory of one side, registered, and the other side's.
+    """The registered memory of one side, and the attached memory of the other side.
 
-    `words` is the memory of the host. Where a GPU has the bytes it is what they are filled from and compared in.
+    `words` is host memory. If the bytes are in GPU memory, they are filled from `words` and copied to it for a
+    comparison.
     """
 
     def __init__(self, engine: aiote.Engine, nbytes: int, memory: str = "host") -> None:
@@ -44,7 +45,7 @@ class Arena:
         self.remote: aiote.RemoteRegion | None = None
 
     def meet(self, descriptor: bytes) -> None:
-        """Take the other side's description of its arena."""
+        """Attach the other side's arena by its descriptor."""
         self.remote = self.engine.attach(descriptor)
 
     @property
@@ -54,11 +55,11 @@ class Arena:
         return self.remote
 
     def ready(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a verb as it is called here: no kernel is pending on memory of a GPU, so it waits for no stream."""
+        """Return a verb for this arena. No kernel is pending on GPU memory here, so the verb waits for no stream."""
         return verb if self.gpu is None else partial(verb, stream=-1)
 
     def prepare(self, work: Work, *, fills: bool) -> None:
-        """Fill with the run's pattern, or clear what the run will write to."""
+        """Fill the arena with the run's pattern, or clear the part that the run will write to."""
         if work.used > self.words.nbytes:
             raise ValueError(f"the run needs {work.used} bytes, the arena has {self.words.nbytes}")
         if work.size <= 0 or work.size % 8 or work.window <= 0 or work.count <= 0:
@@ -71,12 +72,12 @@ class Arena:
             aiote.gpu.copy(self.gpu, self.words)
 
     def verify(self, work: Work) -> bool:
-        """Tell whether the run's bytes are where they belong."""
+        """Tell whether the run's bytes are in their places."""
         words = work.used // 8
         if self.gpu is not None:
             aiote.gpu.copy(self.words, self.gpu)
         if work.op == "send":
-            # Messages come in any order, so each slot may have any of them.
+            # Messages come in any order, so each slot may hold any of them.
             sent = {pattern(work.seed, work.size // 8, slot * work.size // 8).tobytes() for slot in range(work.slots)}
             return all(self.words.view(np.uint8)[self.slot(work, slot)].tobytes() in sent for slot in range(work.slots))
         expected = pattern(work.seed, words)
@@ -87,12 +88,12 @@ class Arena:
         return bool(np.array_equal(self.words[:words], expected))
 
     def slot(self, work: Work, slot: int) -> slice:
-        """Return where a slot is."""
+        """Return the bytes of a slot."""
         return slice(slot * work.request_bytes, (slot + 1) * work.request_bytes)
 
 
 def _request(arena: Arena, work: Work, slot: int) -> tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]:
-    """Return the verb that a slot's requests are made with, and its arguments, which are the same each time."""
+    """Return the verb of a slot's requests, and its arguments, which are the same each time."""
     engine, where = arena.engine, arena.slot(work, slot)
     here, there = arena.region[where], arena.there[where]
     if work.op == "read":
@@ -122,7 +123,7 @@ async def _round_trips(arena: Arena, work: Work) -> list[float]:
     here, there = arena.region[where], arena.there[where]
     submit = arena.ready(engine.submit_write_imm)
     times: list[float] = []
-    # The answer says that a write has arrived; its own completion is no part of a round trip, here and in the C loop.
+    # The answer shows that a write has arrived. Its own completion is no part of a round trip, here and in the C loop.
     transfers: deque[aiote.Transfer] = deque()
     with engine.counter(COUNTED) as counter:
         before = time.perf_counter_ns()
@@ -142,7 +143,7 @@ async def _all(transfers: Iterable[aiote.Transfer]) -> None:
 
 
 async def initiate(arena: Arena, work: Work) -> dict[str, Any]:
-    """Do the work, tell the target that it is over, and return the result."""
+    """Do the work, report its end to the target, and return the result."""
     result: dict[str, Any] = {}
     begun, cpu = time.perf_counter(), time.process_time()
     if work.op == "latency":

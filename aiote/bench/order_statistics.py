@@ -1,4 +1,4 @@
-"""What is said of several measurements: order statistics alone, for the machines that this runs on are shared."""
+"""Summaries of several measurements by order statistics only, because the machines that run them are shared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The least, the middle and the largest of some measurements."""
+    """The least, the median and the largest of some measurements."""
 
     least: float
     median: float
@@ -42,7 +42,7 @@ class Spread:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Return the spread of the ratios of measurements that were taken one after the other.
 
-    Each is divided by its own neighbour, so that what changes slowly on a shared machine cancels. Raises ValueError for
+    Each is divided by its own neighbour, so that slow changes on a shared machine cancel. Raises ValueError for
     sequences of different lengths and for a neighbour that is not positive.
     """
     if len(ours) != len(theirs):
@@ -54,7 +54,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Round trips in microseconds: the middle, the 99th percentile and the longest."""
+    """Round trips in microseconds: the median, the 99th percentile and the longest."""
 
     p50_us: float
     p99_us: float

@@ -1,10 +1,10 @@
-"""A side of a comparison that runs linux-rdma's perftest, as far as that measures the same: `ib_write_bw` and its kin.
+"""A side of a comparison that runs linux-rdma's perftest (`ib_write_bw` and its kin), as far as it measures the same.
 
-What is the same: bytes, requests, how many are outstanding, device, port and GID. What is not: nothing checks the
-bytes; `ib_send_lat` sends where the others write an immediate (no program of theirs waits for one), and `ib_write_lat`
-looks at memory instead of a queue; half a round trip is what they print. They count by the processor's cycle counter,
-and by what /proc/cpuinfo says and a short trial finds of it; where these fail they print 0 or inf, which is refused
-here. They start anew for each run, and their CPU time has that in it.
+Both have the same bytes, requests, outstanding requests, device, port and GID. Some things differ: perftest does not
+check the bytes; `ib_send_lat` sends where the others write an immediate (no program of perftest waits for one);
+`ib_write_lat` polls memory instead of a queue; the latency programs print half a round trip. The programs count time by
+the processor's cycle counter, whose frequency they take from /proc/cpuinfo and from a short trial. If these fail, they
+print 0 or inf, which this module refuses. A program starts anew for each run, and its CPU time includes the start.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["WorkerError", "available", "command_of", "main", "result_of"]
 
 BANDWIDTH = {"write": "ib_write_bw", "rate": "ib_write_bw", "read": "ib_read_bw", "send": "ib_send_bw"}
 LEAST = 5
-"""Iterations below which the programs refuse."""
+"""The fewest iterations that the programs accept."""
 MAX_READS = 16
 LISTEN_S = 10.0
 RUN_S = 100.0
 
 
 class WorkerError(Exception):
-    """What a program said when it failed, or why its figure is none."""
+    """A program failed, with its output, or printed no usable figure, with the reason."""
 
 
 def available() -> bool:
@@ -47,7 +47,7 @@ def available() -> bool:
 def command_of(work: Work, mode: str, place: str) -> list[str]:
     """Return the program for a run and its arguments, without the server's name; `place` is "device:port:GID index".
 
-    Raises WorkerError for what none of them measures.
+    Raises WorkerError for work that no program of perftest measures.
     """
     device, port, gid = place.split(":")
     common = ["-d", device, "-i", port, "-x", gid, "-F", "-s", str(work.size)]
@@ -62,7 +62,7 @@ def command_of(work: Work, mode: str, place: str) -> list[str]:
 
 
 def result_of(work: Work, said: str) -> dict[str, Any]:
-    """Read what a program printed: the last line of numbers that begins with the size. Raises WorkerError."""
+    """Parse a program's output: the last line of numbers that begins with the size. Raises WorkerError."""
     rows = re.findall(rf"^ *{work.size} +\d+ +([-\d.einfa \t]+)$", said, re.MULTILINE)
     try:
         numbers = [float(word) for word in rows[-1].split()]
@@ -76,7 +76,7 @@ def result_of(work: Work, said: str) -> dict[str, Any]:
             "(/proc/cpuinfo does not say it, or the machine is too busy)"
         )
     if work.op != "latency":
-        # Peak and average in MB/s, million requests a second; the last has the most digits.
+        # Peak and average in MB/s, million requests a second. The last number has the most digits.
         return {"seconds": work.count / (numbers[2] * 1e6)}
     # t_min t_max t_typical t_avg t_stdev 99% 99.9%, in us, of one way.
     _, most, typical, average, *rest = numbers
@@ -100,7 +100,7 @@ def _listening(port: int) -> bool:
 
 
 class Runner:
-    """One side: starts a program for each run, the target's before the initiator's."""
+    """One side: it starts a program for each run, the target's before the initiator's."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -118,7 +118,7 @@ class Runner:
         return bool(self.arguments.role == "target")
 
     def prepare(self, work: Work) -> None:
-        """Start the server, which has to listen before the other side is told to go."""
+        """Start the server, which has to listen before the driver sends `go` to the other side."""
         command = command_of(work, self.arguments.mode, self.place)
         self.work = work
         if not self.is_target:
@@ -135,7 +135,7 @@ class Runner:
             time.sleep(0.01)
 
     def go(self) -> dict[str, Any]:
-        """Do the run that was prepared."""
+        """Do the prepared run."""
         assert self.work is not None
         before = os.times()
         if self.is_target:
@@ -154,7 +154,7 @@ class Runner:
         return {**measured, "cpu": cpu, "verified": True}
 
     def close(self) -> None:
-        """End a server that nobody came to. Idempotent."""
+        """End a server that no client connected to. Idempotent."""
         if self.server is not None:
             self.server.kill()
             self.server.communicate()

@@ -1,4 +1,4 @@
-"""The records as a picture; needs matplotlib (the `plot` extra), which is imported here alone."""
+"""The records as a picture. It needs matplotlib (the `plot` extra), which only this module imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["draw", "require"]
 
 
 def require() -> None:
-    """Raise BenchError where nothing can be drawn, before anything is measured for it."""
+    """Raise BenchError if matplotlib is missing. Call it before measuring for a plot."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError('a plot needs matplotlib; install with: pip install "aiote[plot]"')
 

@@ -1,7 +1,7 @@
-"""What it takes to hand a request for many peers to the rails: scatters and pages, made anew and prepared.
+"""The time to hand a request for many peers to the rails: scatters and pages, made anew and prepared.
 
-All engines are of this process. Over `null`, a rail that ends every operation at once and moves nothing, what is
-measured is our own time alone; over others that of posting is in it. The two ways take turns.
+All engines are in this process. Over `null`, a rail that ends every operation at once and moves no bytes, only aiote's
+own time is measured; over other rails the figures include the rail's posting. The two ways take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Submit = Callable[[], aiote.Transfer]
 
 @dataclass(frozen=True, slots=True)
 class PostingRecord:
-    """One figure: `unit` is us of a submit call to so many peers, or ns of a page until its request is over."""
+    """One figure: `unit` is us of a submit call to `peers` peers, or ns of a page until its request is over."""
 
     rail: str
     op: str
@@ -57,7 +57,7 @@ class Star:
 
 @asynccontextmanager
 async def _star(rail: str, peers: int, nbytes: int) -> AsyncIterator[Star]:
-    """Open an engine and so many peers with `nbytes` of memory each."""
+    """Open an engine and `peers` peers with `nbytes` of memory each."""
     async with AsyncExitStack() as stack:
         fabric = stack.enter_context(Fabric(model=NULL_NIC)) if rail == NULL else None
         config = aiote.EngineConfig(message_pool=2)
@@ -78,7 +78,7 @@ async def _star(rail: str, peers: int, nbytes: int) -> AsyncIterator[Star]:
 
 
 async def _turns(ways: Sequence[Submit], runs: int, *, whole: bool) -> list[list[int]]:
-    """Return the nanoseconds of each way: of its submit calls, or (`whole`) until each is over."""
+    """Return the nanoseconds of each way: of its submit calls, or (`whole`) until each transfer is over."""
     times: list[list[int]] = [[] for _ in ways]
     collecting = gc.isenabled()
     gc.disable()
@@ -98,7 +98,7 @@ async def _turns(ways: Sequence[Submit], runs: int, *, whole: bool) -> list[list
 
 
 async def measure_posting(rail: str, peers: int, pages: int, size: int, runs: int) -> list[PostingRecord]:
-    """Measure scatters of `size` bytes to each of so many peers, or (`pages`) page writes to one. Raises AioteError."""
+    """Measure scatters of `size` bytes to each of `peers` peers, or (`pages`) page writes to one. Raises AioteError."""
     async with _star(rail, peers, size * max(pages, 1)) as star:
         ways = _page_ways(star, pages, size) if pages else _scatter_ways(star, size)
         times = await _turns(ways, runs, whole=bool(pages))
@@ -125,7 +125,7 @@ def _scatter_ways(star: Star, size: int) -> list[Submit]:
 
 
 def _page_ways(star: Star, pages: int, size: int) -> list[Submit]:
-    # In an order in which no page is another's neighbour: a message for each, where the rail does not gather.
+    # In this order no page follows its neighbour, so that each page takes a message if the rail does not gather.
     order = np.arange(pages, dtype=np.int64) * 7919 % pages if pages % 7919 else np.arange(pages, dtype=np.int64)
     remote = star.remotes[0]
     prepared = star.hub.prepare_pages(star.group, [aiote.ScatterTarget(star.region, remote)], size)

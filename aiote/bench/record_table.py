@@ -15,7 +15,7 @@ NOTE = 40
 
 
 def size_text(size: int) -> str:
-    """Write a number of bytes as people do: 64K, 1M."""
+    """Return a short form of a number of bytes: 64K, 1M."""
     for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if size >= unit and size % unit == 0:
             return f"{size // unit}{name}"

@@ -1,4 +1,4 @@
-"""What is written down of a measurement."""
+"""The records of a measurement, and their JSON file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TimedRun:
 
     @classmethod
     def of(cls, work: Work, initiator: dict[str, Any], target: dict[str, Any]) -> TimedRun:
-        """Make one of what the two sides answered. Raises KeyError, TypeError for answers that are none."""
+        """Make a run from the answers of both sides. Raises KeyError, TypeError for other answers."""
         return cls(
             value=value_of(work, initiator),
             seconds=float(initiator["seconds"]),
@@ -46,7 +46,7 @@ class TimedRun:
 
 
 def value_of(work: Work, answer: dict[str, Any]) -> float:
-    """Return GiB/s, requests a second, or the middle of the round trips in microseconds."""
+    """Return GiB/s, requests a second, or the median of the round trips in microseconds."""
     if work.op == "latency":
         return float(answer["p50_us"])
     each = work.count / float(answer["seconds"])
@@ -57,12 +57,12 @@ def value_of(work: Work, answer: dict[str, Any]) -> float:
 class BenchRecord:
     """One line of the table: a contestant at one kind of work.
 
-    `value` is in `unit`; of the cold run, the first after the processes met, there is one value, and it is in no other
-    figure. `cpu_initiator` and `cpu_target` are CPU seconds for a second of the run. `ratio` is to the raw loops, each
-    run divided by its neighbour's: of bandwidths and rates more is better, of round trips less. `disturbed` counts
-    runs that were thrown away because a process that spins did not have a core to itself. `memory` is where the bytes
-    of the initiator and the target lie. `gpu_sharing` is the engines' setting, None for the default in host memory.
-    `note` gives the reason for a missing figure, or the rails that staged memory of a GPU.
+    `value` is in `unit`. `cold` is the value of the cold run, the first one after the processes connected; no other
+    figure includes it. `cpu_initiator` and `cpu_target` are CPU seconds for a second of the run. `ratio` is the ratio
+    to the raw loops, each run divided by its neighbour's: for bandwidths and rates more is better, for round trips
+    less. `disturbed` counts runs that were discarded because a spinning process did not have a core to itself. `memory`
+    is the memory of the initiator and the target. `gpu_sharing` is the engines' setting, None for the default in host
+    memory. `note` gives the reason for a missing figure, or the rails that staged GPU memory.
     """
 
     op: str
@@ -92,18 +92,18 @@ class BenchRecord:
 
     @property
     def memory_text(self) -> str:
-        """What people are told of the memory; nothing of the host's."""
+        """The description of the memory for people; empty for host memory."""
         if self.memory == "host":
             return ""
         return f"memory {self.memory}, GPU sharing {'off' if self.gpu_sharing is False else 'on'}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the record for JSON."""
         return dataclasses.asdict(self)
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures are of."""
+    """Return the description of the machine that was measured."""
     model = ""
     if (info := Path("/proc/cpuinfo")).exists():
         lines = (line.partition(":") for line in info.read_text().splitlines())
@@ -117,7 +117,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, records: Sequence[BenchRecord]) -> None:
-    """Write all records; a file that is there is replaced at once or not at all."""
+    """Write all records. An existing file is replaced atomically."""
     text = json.dumps(
         {"format": FORMAT, "machine": machine(), "records": [record.as_dict() for record in records]}, indent=1
     )

@@ -1,7 +1,7 @@
-"""Two machines: one listens and starts target workers for the other, which measures.
+"""A comparison over two machines: one listens and starts target workers for the other, which measures.
 
-The first line of a connection says which of the two known workers to start, and with what; then lines go through in
-both directions. Nothing else can be started from outside.
+The first line of a connection states which of the two known workers to start, and its setting. Then lines are relayed
+in both directions. A peer cannot start any other program.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CHOICES = {
     "memory": tuple(MEMORIES),
 }
 ADDED = {"memory": "host", "gpu_sharing": None}
-"""Settings that a machine with an older aiote neither sends nor knows, and what they are without."""
+"""Settings that an older aiote on the other machine neither sends nor knows, with their values in that case."""
 MAX_ARENA = 1 << 34
 Command = Callable[[str, dict[str, Any], str], list[str]]
-"""Makes a worker's command of its kind, its setting and the local address that the other side reached."""
+"""Makes a worker's command from its kind, its setting and the local address that the other side reached."""
 
 
 def parse_place(text: str, *, default_host: str) -> tuple[str, int]:
@@ -75,17 +75,17 @@ class RemoteSide:
             raise BenchError(f"{self.name}: {error}") from error
 
     def receive(self, patience: float = PATIENCE_S) -> dict[str, Any]:
-        """Return its next answer."""
+        """Return the worker's next answer."""
         return self._lines.next(patience)
 
     def close(self) -> None:
-        """End it: its worker ends with the connection."""
+        """Close the connection, which ends the worker."""
         self._lines.close()
         self._sock.close()
 
 
 class WorkerConnection:
-    """The machine with the targets."""
+    """A connection to the machine with the targets."""
 
     def __init__(self, host: str, port: int) -> None:
         self._place = host, port
@@ -102,13 +102,13 @@ class WorkerConnection:
             ) from error
 
     def spawn(self, name: str, kind: str, setting: Setting) -> RemoteSide:
-        """Have a target worker started there. Raises BenchError."""
+        """Start a target worker on the other machine. Raises BenchError."""
         if kind == "other":
             raise BenchError(f"{name}: other libraries are compared on one machine only")
         sock = self._dial()
         sock.settimeout(None)
         side = RemoteSide(f"{name} target", sock)
-        # A library's path here says nothing about the other machine: it takes its own.
+        # A library's path on this machine is meaningless on the other machine, which uses its own.
         fields = {**dataclasses.asdict(setting), "kind": kind}
         del fields["library"]
         fields = {name: value for name, value in fields.items() if name not in ADDED or value != ADDED[name]}
@@ -117,7 +117,7 @@ class WorkerConnection:
 
 
 def parse_request(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Read what the other machine asks for: the kind of worker and its setting. Raises BenchError for anything else."""
+    """Parse the other machine's request: the kind of worker and its setting. Raises BenchError for anything else."""
     try:
         fields = {**ADDED, **json.loads(line)}
         kind = fields.pop("kind")
@@ -138,7 +138,7 @@ def parse_request(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _first_line(sock: socket.socket) -> bytes:
-    """Return what has come when there is a line in it, nothing when the connection asked for nothing."""
+    """Return the received bytes as soon as they contain a line, or b"" if the connection ends without a request."""
     held = b""
     while b"\n" not in held:
         data = sock.recv(LINE_BYTES)
@@ -151,7 +151,7 @@ def _first_line(sock: socket.socket) -> bytes:
 
 
 def _relay(sock: socket.socket, side: LocalSide) -> None:
-    """Let lines through both ways until either end is gone."""
+    """Relay lines in both directions until either end is gone."""
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
         selector.register(side.output, selectors.EVENT_READ)
@@ -167,7 +167,7 @@ def _relay(sock: socket.socket, side: LocalSide) -> None:
 
 
 def serve_one(sock: socket.socket, command: Command) -> str:
-    """Start the worker that one connection asks for and stay with it to the end; return what it was, if anything."""
+    """Start the worker that one connection requests and relay until its end; return its description, or ""."""
     sock.settimeout(10)
     line, _, rest = _first_line(sock).partition(b"\n")
     if not line:
@@ -191,7 +191,7 @@ def serve_one(sock: socket.socket, command: Command) -> str:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Serves connections, several at a time: `serve_forever` until it is shut down; `report` hears a line for each."""
+    """Serve several connections at a time, by `serve_forever` until shut down; call `report` with a line for each."""
 
     allow_reuse_address = True
     daemon_threads = True

@@ -1,4 +1,4 @@
-"""The processes of a comparison, as the driver sees them: workers that are told lines and answer in JSON."""
+"""The processes of a comparison, as the driver sees them: workers that receive lines and answer in JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BenchError(Exception):
 
 
 class Unsupported(BenchError):
-    """A worker cannot do what it was asked for."""
+    """A worker does not support the requested work."""
 
 
 class BenchSide(Protocol):
@@ -39,7 +39,7 @@ class BenchSide(Protocol):
 
 
 class JsonLines:
-    """Lines of JSON from a descriptor, each waited for at most so long."""
+    """Lines of JSON from a descriptor; the wait for each is limited."""
 
     def __init__(self, name: str, stream: IO[bytes] | socket.socket) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class JsonLines:
         self._selector.register(self._fd, selectors.EVENT_READ)
 
     def next(self, patience: float) -> dict[str, Any]:
-        """Return the next answer. Raises BenchError for an error, silence, and the end."""
+        """Return the next answer. Raises BenchError for an error, a timeout, and the end of the stream."""
         deadline = time.monotonic() + patience
         while b"\n" not in self._held:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
@@ -74,7 +74,7 @@ class JsonLines:
 
 
 class LocalSide:
-    """A worker on this machine; ended with this object, whatever it does."""
+    """A worker on this machine. `close` ends it in any case."""
 
     def __init__(
         self, name: str, command: Sequence[str], environment: dict[str, str] | None = None, fds: Sequence[int] = ()
@@ -86,7 +86,7 @@ class LocalSide:
             stdout=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
             pass_fds=fds,
-            process_group=0,  # Ctrl-C is for the one that started it, which ends it
+            process_group=0,  # Ctrl-C goes only to the process that started it, which ends it
         )
         assert self._process.stdout is not None
         self._lines = JsonLines(name, self._process.stdout)
@@ -98,28 +98,28 @@ class LocalSide:
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
         except OSError:
-            # What it said before it ended tells more than the broken pipe.
+            # The worker's last answer tells more than the broken pipe.
             self._lines.next(1.0)
             raise BenchError(f"{self.name}: ended") from None
 
     def receive(self, patience: float = PATIENCE_S) -> dict[str, Any]:
-        """Return its next answer."""
+        """Return the worker's next answer."""
         return self._lines.next(patience)
 
     @property
     def output(self) -> IO[bytes]:
-        """What it answers, for somebody who passes it on."""
+        """The stream of the worker's answers. A relay reads it."""
         assert self._process.stdout is not None
         return self._process.stdout
 
     def feed(self, data: bytes) -> None:
-        """Pass on what somebody else told it."""
+        """Pass on data from a relay to the worker."""
         assert self._process.stdin is not None
         self._process.stdin.write(data)
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it: asked first, killed after two seconds."""
+        """End the worker: close its input first, kill it after two seconds."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -132,7 +132,7 @@ class LocalSide:
             process.wait()
         self._lines.close()
         process.stdout.close()
-        # By these names libfabric's shm knows an endpoint; who was killed has left its own behind, 13 MB each.
+        # libfabric's shm names its endpoints' files so. A killed process has left its own behind, 13 MB each.
         for left in SHARED_MEMORY.glob(f"{process.pid}:*"):
             left.unlink(missing_ok=True)
 
@@ -159,7 +159,7 @@ class Pair:
         self.broken = ""
 
     def meet(self) -> None:
-        """Have them connect."""
+        """Connect the two workers."""
         cards = {side: side.receive() for side in (self.target, self.initiator)}
         self.library = str(cards[self.initiator].get("library", ""))
         self.target.send(f"peer {cards[self.initiator]['address']}")
@@ -174,7 +174,7 @@ class Pair:
             side.send(line)
         refusals: list[Unsupported] = []
         for side in sides:
-            # Both are heard, so that what the second says is not taken for the answer to the next line.
+            # Receive both answers, so that the second one is not taken for the answer to the next line.
             try:
                 side.receive()
             except Unsupported as refusal:
@@ -187,7 +187,7 @@ class Pair:
         return result, self.target.receive()
 
     def close(self) -> None:
-        """End both."""
+        """End both workers."""
         for side in (self.initiator, self.target):
             side.close()
 

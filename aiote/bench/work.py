@@ -1,14 +1,14 @@
-"""What one run does, and the line protocol that every worker of a comparison speaks.
+"""The description of one run, and the line protocol that every worker of a comparison speaks.
 
 A worker is one process, a side of a pair. It prints lines of JSON and reads lines of text:
 
-1. it prints `{"address": text, "library": text}`; it is sent `peer TEXT` with the other side's address and prints
+1. it prints `{"address": text, "library": text}`; it receives `peer TEXT` with the other side's address and prints
    `{"ready": true}`;
-2. for each run both sides are sent `run op=... size=... window=... count=... pages=... seed=...`; the side that sends
+2. for each run both sides receive `run op=... size=... window=... count=... pages=... seed=...`; the side that sends
    bytes fills its arena with the run's pattern, the other clears its own; each prints `{"prepared": true}`, or
    `{"unsupported": why}`;
-3. both are sent `go`, the target first, and print a result: `seconds`, `cpu` (seconds of CPU time of the process),
-   `verified` (the receiving side found the pattern where it belongs), and for round trips `p50_us`, `p99_us`, `max_us`;
+3. both receive `go`, the target first, and print a result: `seconds`, `cpu` (seconds of CPU time of the process),
+   `verified` (the receiving side found the pattern in its place), and for round trips `p50_us`, `p99_us`, `max_us`;
 4. `quit`, or the end of standard input, ends it. `{"error": text}` may come at any time, before it ends by itself.
 
 The pattern: word i (64 bits, little-endian) of the arena is seed * 0x9E3779B97F4A7C15 + i * 0xBF58476D1CE4E5B9.
@@ -24,7 +24,7 @@ import numpy as np
 __all__ = ["HUGE_BYTES", "MEMORIES", "OPS", "PAGE_STEP", "Work", "pattern"]
 
 HUGE_BYTES = 2 << 20
-"""An arena is whole huge pages: with small ones a copy between processes costs twice as much."""
+"""The unit of an arena's length, a huge page, because with small pages a copy between processes costs twice as much."""
 OPS = ("write", "pages", "latency", "rate", "read", "send")
 MEMORIES = {
     "host": ("host", "host"),
@@ -32,7 +32,7 @@ MEMORIES = {
     "cuda-host": ("cuda", "host"),
     "host-cuda": ("host", "cuda"),
 }
-"""Where the bytes of the initiator and of the target lie, by the name that both have together."""
+"""The memories of the initiator and of the target, by the name of the combination."""
 PAGE_STEP = 7919
 """Page j of a request goes to page j * PAGE_STEP modulo the pages of a request: a prime, so that all are hit."""
 
@@ -61,22 +61,22 @@ class Work:
 
     @property
     def slots(self) -> int:
-        """How many slots are used."""
+        """How many slots the run uses."""
         return 1 if self.op == "latency" else min(self.window, self.count)
 
     @property
     def used(self) -> int:
-        """Bytes of the arena that are used, from its start."""
+        """How many bytes of the arena the run uses, from its start."""
         return self.slots * self.request_bytes
 
     def line(self) -> str:
-        """Return the line that tells a worker."""
+        """Return the line that orders this run from a worker."""
         names = ("op", "size", "window", "count", "pages", "seed")
         return "run " + " ".join(f"{name}={getattr(self, name)}" for name in names)
 
     @classmethod
     def parse(cls, line: str) -> Work:
-        """Read such a line. Raises ValueError for one that is none."""
+        """Parse such a line. Raises ValueError for any other text."""
         words = line.split()
         values: dict[str, Any] = dict(word.split("=", 1) for word in words[1:])
         try:

@@ -20,10 +20,10 @@ from aiote.bench.work import Work
 __all__ = ["SPIN_US", "main", "run_on"]
 
 SPIN_US = {"spin": 1_000_000, "event": 0}
-"""What the modes mean for an engine; without a mode it is the default of its configuration."""
+"""The value of `spin_us` in each mode; without a mode it is the default of the configuration."""
 MESSAGE_BYTES = 65536
 HEARTBEAT_LIMIT_S = 30.0
-"""Filling and comparing a quarter of a gigabyte holds the loop, for seconds where others use the processors."""
+"""Filling and comparing a quarter of a gigabyte blocks the event loop, for seconds if others use the processors."""
 
 
 def write_answer(answer: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def settings(arguments: argparse.Namespace) -> aiote.EngineConfig:
 
 
 class StagedNotes(logging.Handler):
-    """Keeps what the engine tells of memory that is staged: such figures are other ones."""
+    """Keep the engine's notes on staged memory, because staging changes the figures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ class WorkerSide:
         write_answer({"ready": True})
 
     def prepare(self, work: Work) -> None:
-        """Get ready for a run."""
+        """Prepare a run."""
         self.arena.prepare(work, fills=self.is_target == (work.op == "read"))
         self.work = work
         gc.collect()
         write_answer({"prepared": True})
 
     async def go(self) -> None:
-        """Do the run that was prepared."""
+        """Do the prepared run."""
         assert self.work is not None
         result = await (serve if self.is_target else initiate)(self.arena, self.work)
         if self.notes.texts:
@@ -90,7 +90,7 @@ class WorkerSide:
         write_answer(result)
 
     async def obey(self, line: str) -> bool:
-        """Do what a line says; False when it is to end."""
+        """Execute a line; return False if it ends the worker."""
         word, _, rest = line.partition(" ")
         if word == "peer":
             await self.meet(rest.strip())
@@ -102,11 +102,11 @@ class WorkerSide:
 
 
 async def drive(arguments: argparse.Namespace) -> None:
-    """Be one side until standard input ends."""
+    """Serve one side until standard input ends."""
     rails = arguments.rails.split(",") if arguments.rails else None
     notes = StagedNotes()
     logging.getLogger("aiote.memory").addHandler(notes)
-    # A thread reads the lines, so that the engine's heartbeats go on between the runs.
+    # A thread reads the lines, so that the engine sends heartbeats between the runs.
     lines = anyio.wrap_file(sys.stdin)
     async with aiote.open_engine(arguments.provider, rails=rails, config=settings(arguments)) as engine:
         side = WorkerSide(arguments, Arena(engine, arguments.arena, arguments.memory), notes)
@@ -129,7 +129,7 @@ def run_on(loop: str, arguments: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the arguments that the parent gives."""
+    """Read the arguments from the driver."""
     parser = argparse.ArgumentParser(description="One side of a measurement; `aiote bench` starts it.")
     parser.add_argument("--role", choices=["target", "initiator"], required=True)
     parser.add_argument("--provider", default="tcp")
@@ -155,7 +155,7 @@ def main() -> int:
         run_on(arguments.loop, arguments)
     except Exception as raised:
         error = raised
-        # The coroutines of a window fail together, and alike.
+        # The coroutines of a window fail together with the same error, so the first one is enough.
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         write_answer({"error": f"{type(error).__name__}: {error}"})

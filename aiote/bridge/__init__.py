@@ -1,8 +1,9 @@
-"""One engine for a whole process, for programs that call synchronously or have an event loop of their own.
+"""One engine for a whole process, for programs that call it synchronously or from an event loop of their own.
 
-`acquire()` returns a `Bridge` to the engine, which lives on a thread of its own and is shared by all who acquire it.
-`bridge.call(coroutine)` runs a coroutine beside the engine from any thread, `await bridge.run(coroutine)` from any
-event loop. Both end only when the coroutine has ended, so what a cancelled transfer used belongs to the caller again.
+`acquire()` returns a `Bridge` to the engine. The engine runs on a thread of its own, and all callers of `acquire` share
+it. `bridge.call(coroutine)` runs a coroutine beside the engine from any thread, `await bridge.run(coroutine)` from any
+event loop. Both return or raise only after the coroutine has ended. So the memory of a cancelled transfer belongs to
+the caller again.
 """
 
 from .bridge import Bridge, acquire

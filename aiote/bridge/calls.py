@@ -1,8 +1,9 @@
-"""Coroutines that other threads, or other event loops, have running beside the engine.
+"""Run coroutines beside the engine for other threads or other event loops.
 
-A `Call` is done when its task has ended, not when it was asked to: a cancelled transfer drains first, and its buffer is
-the NIC's until then. `concurrent.futures.Future` says so only of what it calls running, which it refuses to cancel; so
-a call stays pending there, and becomes cancelled when the task has ended so.
+A `Call` is done when its task has ended, not when the task was asked to end: a cancelled transfer drains first, and the
+NIC owns its buffer until then. A `concurrent.futures.Future` that is marked as running refuses to be cancelled, and one
+that is not is cancelled at once. So a call stays pending in the base class, and becomes cancelled only when its task
+has ended by cancellation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 def wait_refused() -> UsageError:
-    """Return the error of what would wait on the thread that has to end it."""
+    """Return the error for a wait on the thread that has to end what is waited for."""
     return UsageError("this is the bridge's own thread, which would wait for itself: use the form with await")
 
 
@@ -38,20 +39,20 @@ class Host(Protocol):
     def is_current(self) -> bool: ...
 
     def admit(self, call: Call[Any]) -> None:
-        """Have `begin` called on the loop, or refuse the call."""
+        """Schedule the call's `begin` on the loop, or refuse the call."""
 
     def forget(self, call: Call[Any]) -> None:
-        """Take note that a call has ended."""
+        """Record that a call has ended."""
 
 
 class Call(Promise[T]):
     """A coroutine that runs beside the engine: a `concurrent.futures.Future` that is done when its task has ended.
 
-    `cancel()`, from any thread, asks the task to end and returns at once; `wait()` in `concurrent.futures` and
-    `result()` last until it has, by when no NIC uses what its transfers used. `result(timeout)` only stops waiting.
-    Callbacks of `add_done_callback` run on the engine's thread, where waiting for a call raises UsageError.
-    `asyncio.wrap_future` does not wait for a cancelled call: use `await bridge.run(...)`. In the child of a fork it is
-    never done.
+    `cancel()`, from any thread, asks the task to end and returns at once. `concurrent.futures.wait` and `result()` wait
+    until the task has ended; then no NIC uses the memory of its transfers any more. A timeout of `result(timeout)` ends
+    the wait, not the call. Callbacks of `add_done_callback` run on the engine's thread, where waiting for a call raises
+    UsageError. `asyncio.wrap_future` does not wait for a cancelled call: use `await bridge.run(...)`. In a forked child
+    process, a call is never done.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Call(Promise[T]):
         *,
         firm: bool = False,
     ) -> None:
-        """Prepare it; nothing runs. A `firm` one is not cancelled."""
+        """Prepare the call without starting it. `cancel` and interruptions do not cancel a `firm` call."""
         super().__init__()
         self.owner = owner
         self._host, self._work, self._timeout, self._firm = host, work, timeout, firm
@@ -72,31 +73,31 @@ class Call(Promise[T]):
         self._reason: Exception | None = None
 
     def start(self) -> None:
-        """Have it run; once more does nothing."""
+        """Start the call. A second call of this method has no effect."""
         if not self._started:
-            # In this order: a start that is interrupted is repeated.
+            # In this order, because an interrupted start is repeated.
             self._host.admit(self)
             self._started = True
 
     def cancel(self) -> bool:
-        """Ask the task to end; False when it has ended. It may still end well, as an `asyncio.Task` may."""
+        """Ask the task to end; return False if the call is done or firm. It may still succeed, as asyncio tasks may."""
         if self.done() or self._firm:
             return False
         self.stop(None)
         return True
 
     def stop(self, reason: Exception | None) -> None:
-        """Cancel it, firm or not; where that ends it, it fails with `reason`."""
-        # A loop that is closed has ended every call.
+        """Cancel the call, firm or not. If that ends the call, its error is `reason`, or a cancellation without one."""
+        # A closed loop has ended every call.
         with suppress(RuntimeError):
             self._host.loop.call_soon_threadsafe(self._stop, reason)
 
     def begin(self) -> None:
-        """Start the task; on the loop's thread."""
+        """Start the task. Runs on the loop's thread."""
         if self.done():
             self._host.forget(self)
         elif self._task is None:
-            # Not in the caller's context: there anyio may have been told that this is trio.
+            # Not in the caller's context, because anyio may have recorded trio as the running library there.
             self._task = self._host.loop.create_task(
                 self._run(), name=f"aiote bridge: {self._work!r}", context=contextvars.Context()
             )
@@ -104,7 +105,7 @@ class Call(Promise[T]):
 
     def _stop(self, reason: Exception | None) -> None:
         if self.done() or self._asked:
-            # A second cancellation would interrupt what the first made it do.
+            # A second cancellation would interrupt the cleanup that the first one started.
             return
         self._asked, self._reason = True, reason
         if self._task is None:
@@ -113,7 +114,7 @@ class Call(Promise[T]):
             self._task.cancel()
 
     async def _run(self) -> tuple[T | None, BaseException | None]:
-        # These two would end the loop, and everybody's calls; here they are an error as any other.
+        # KeyboardInterrupt and SystemExit would end the loop and all calls. Here they are errors like any other.
         try:
             with anyio.move_on_after(self._timeout):
                 return await self._work, None
@@ -131,51 +132,55 @@ class Call(Promise[T]):
             self.end(error, result)
 
     def end(self, error: BaseException | None, result: T | None = None) -> None:
-        """Make it done, the task having ended or never begun; on the loop's thread, or where that has none."""
+        """Make the call done: its task has ended or never began. Runs on the loop's thread, if the loop still runs."""
         if self.done():
             return
         if self._task is None or self._task.done():
-            # The coroutine may never have begun.
+            # Close the coroutine, because it may never have begun.
             self._work.close()
         self._host.forget(self)
         self.settle(error, result)
 
     def require_elsewhere(self) -> None:
-        """Raise UsageError on the bridge's own thread, unless it is done."""
+        """Raise UsageError on the bridge's own thread, unless the call is done."""
         if not self.done() and self._host.is_current:
             raise wait_refused()
 
     def _interrupted(self) -> None:
-        """End it, as whoever waits for it was interrupted; a firm one goes on, and may not have begun."""
+        """Cancel the call, because the wait for it was interrupted. A firm call continues; start it if it has not
+        begun.
+        """
         if self._firm:
             self.start()
         else:
             self.cancel()
 
     def wait_within(self, timeout: float | None) -> bool:
-        """Wait as a `Promise` does. Raises UsageError on the bridge's own thread."""
+        """Wait as `Promise.wait_within` does. Raises UsageError on the bridge's own thread."""
         self.require_elsewhere()
         return super().wait_within(timeout)
 
     def wait_ended(self, timeout: float | None = None, begin: Callable[[], object] | None = None) -> bool:
-        """Start it, wait in this thread until it has ended; False after `timeout` seconds, and it goes on.
+        """Start the call and wait in this thread until it has ended. Return False after `timeout` seconds; it
+        continues.
 
-        Whatever interrupts the wait (Ctrl-C, the exception of another signal handler) cancels it, and is raised once it
-        has ended. begin: does more than `start`, and that. Raises UsageError on the bridge's own thread.
+        An interruption of the wait (Ctrl-C, the exception of another signal handler) cancels the call and is raised
+        after the call has ended. begin: a function that calls `start` and does more. Raises UsageError on the bridge's
+        own thread.
         """
         self.require_elsewhere()
         return outlast(self, begin or self.start, self._interrupted, timeout)
 
     def wait(self, begin: Callable[[], object] | None = None) -> T:
-        """Wait as `wait_ended` does, for as long as it takes, and return the result."""
+        """Wait as `wait_ended` does, without a timeout, and return the result or raise the error."""
         self.wait_ended(None, begin)
         return self.result()
 
     async def join(self, begin: Callable[[], object] | None = None) -> T:
-        """Start it, wait on the running loop until it has ended, and return its result.
+        """Start the call, wait on the running loop until it has ended, and return its result or raise its error.
 
-        Whatever interrupts the wait (a cancellation, Ctrl-C) cancels it, and is raised once it has ended. begin: as of
-        `wait_ended`.
+        An interruption of the wait (a cancellation, Ctrl-C) cancels the call and is raised after the call has ended.
+        begin: as for `wait_ended`.
         """
         await until_done(self, begin or self.start, self._interrupted)
         return self.result()

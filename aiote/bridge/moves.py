@@ -1,7 +1,8 @@
-"""Reads and writes that a thread waits for without the bridge's event loop.
+"""Run reads and writes that a thread posts and waits for without the bridge's event loop.
 
-The thread that calls posts them, and makes progress while it waits (`aiote_native.direct`). The loop does what is rare:
-it connects, waits for room, uses leases and memory of GPUs; it cancels, drains, and explains failures.
+The calling thread posts them and makes progress while it waits (`aiote_native.direct`). The loop does what is rare: it
+connects, waits for room, and handles leases and GPU memory; it cancels, drains, and raises the errors of failed
+transfers.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["Move"]
 
 LEFT_S = 0.001
-"""How often the loop looks whether a thread has left its transfer."""
+"""How often the loop checks whether a thread has left its transfer."""
 
 
 class Move:
-    """One transfer of a thread. `otherwise` makes the coroutine that does the same on the loop."""
+    """One transfer of a thread. `otherwise` returns a coroutine that does the same transfer on the loop."""
 
     def __init__(
         self, bridge: Bridge, thread: EngineThread, otherwise: Callable[[], Coroutine[Any, Any, None]]
@@ -41,11 +42,15 @@ class Move:
         self._cancelled = False
 
     def run(self, local: Any, remote: Any, *, reads: bool, imm: int | None, timeout: float | None) -> None:
-        """Transfer. Raises the transfer's error, TimeoutError, ClosedError, and an interruption once it is over."""
+        """Run the transfer and wait until it is over.
+
+        Raises the transfer's error, TimeoutError, ClosedError, and the exception of a signal handler; all of them only
+        after the transfer is over.
+        """
         end = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._thread.moves.add(self)
-            # Whoever closes the bridge has seen this in `moves`, or is seen here.
+            # Either the caller that closes the bridge sees this move in `moves`, or `require_open` raises here.
             self.owner.require_open()
             if not self._direct.post(Transfer, local, remote, reads, imm) or self._direct.unposted:
                 self.owner.call(self._otherwise(), timeout)
@@ -64,12 +69,12 @@ class Move:
             self._explain()
 
     def _drain(self) -> None:
-        """Cancel it, and return when no NIC uses its memory any more, however often that is interrupted."""
+        """Cancel the transfer, and wait until no NIC uses its memory; raise an interruption only after that."""
         transfer = self._direct.request
         over, interruption = transfer is None or self._direct.over, None
         while not over:
             try:
-                # A bridge that stops refuses calls, and ends the transfer itself.
+                # A bridge that stops refuses calls, but it ends the transfer itself.
                 Call(self._thread, None, drained(transfer), firm=True).wait_ended()
                 over = self._direct.wait(LOOK_S)
             except BaseException as error:
@@ -78,7 +83,7 @@ class Move:
             raise interruption
 
     def _explain(self) -> None:
-        """Raise what it failed with, or that the bridge was closed meanwhile."""
+        """Raise the transfer's error, or ClosedError if the bridge was closed meanwhile."""
         transfer = self._direct.request
         assert isinstance(transfer, Transfer)
         try:
@@ -88,13 +93,13 @@ class Move:
             raise
 
     def cancel(self) -> None:
-        """Cancel it because its bridge is being closed; on the loop. Waits for nothing."""
+        """Cancel the transfer because its bridge is being closed. Runs on the loop and does not wait."""
         self._cancelled = True
         if self._direct.posted and isinstance(self._direct.request, Transfer):
             self._direct.request.give_up()
 
     async def end(self) -> None:
-        """Cancel it, and return when its thread has done with it; on the loop."""
+        """Cancel the transfer, and wait until its thread has left it. Runs on the loop."""
         while self in self._thread.moves:
             if self._direct.posted:
                 await drained(self._direct.request)
@@ -102,12 +107,12 @@ class Move:
 
 
 async def drained(transfer: Any) -> None:
-    """Cancel a transfer and return when it is over."""
+    """Cancel a transfer and wait until it is over."""
     transfer.give_up()
     if not transfer.done():
         await transfer.peer.drain(transfer)
 
 
 async def outcome(transfer: Transfer) -> None:
-    """Raise what a transfer failed with."""
+    """Raise the error with which a transfer failed."""
     await transfer

@@ -1,9 +1,9 @@
-"""A future of another thread, and the two ways to wait for it until it is done, whatever interrupts that.
+"""A future that another thread completes, and two ways to wait until it is done, even if the wait is interrupted.
 
-A signal handler may raise at any step of the main thread. The locks of a `concurrent.futures.Future` are made in
-Python: an interruption between two of their steps leaves one locked for ever, and the next thread that needs it hangs,
-which is the one that ends everybody's transfers. So a `Promise` is waited for with locks of the system's alone. It
-writes the base class's state for `concurrent.futures.wait` and `as_completed` only.
+A signal handler may raise at any step of the main thread. The locks of a `concurrent.futures.Future` are written in
+Python: an interruption between two of their steps leaves a lock held for ever. The next thread that needs the lock then
+hangs, and this is the bridge's thread, which ends the transfers of all callers. So waits for a `Promise` use only the
+system's locks. A Promise writes the state of the base class only for `concurrent.futures.wait` and `as_completed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Promise", "outlast", "until_done"]
 
 T = TypeVar("T")
 LOOK_S = 0.5
-"""How late a thread that waits hears of a signal, or of an end that was not told, at most."""
+"""The longest delay until a waiting thread notices a signal, or an end without a wake-up, in seconds."""
 
 
 def nothing() -> None:
@@ -32,22 +32,22 @@ def nothing() -> None:
 
 
 class Promise(futures.Future[T]):
-    """A `concurrent.futures.Future` whose waits may be interrupted anywhere; `settle` makes it done.
+    """A `concurrent.futures.Future` whose waits may be interrupted at any step; `settle` makes it done.
 
-    Callbacks of `add_done_callback` run on the thread that settles it, the last one after waiting threads were woken.
+    `settle` first wakes the waiting threads. Then it runs the callbacks of `add_done_callback`, on the calling thread.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._outcome: tuple[T | None, BaseException | None] | None = None
         self._listeners: list[Callable[[Any], object]] = []
-        # Reentrant: a signal handler may call us where we hold it.
+        # Reentrant, because a signal handler may call this object while its thread holds the lock.
         self._guard = threading.RLock()
         self._ending = threading.Lock()
         self._ending.acquire()
 
     def settle(self, error: BaseException | None, result: T | None = None) -> None:
-        """Make it done, with an error or a result. Once more does nothing."""
+        """Make this done, with an error or a result. A second call has no effect."""
         with self._guard:
             if self._outcome is not None:
                 return
@@ -58,7 +58,7 @@ class Promise(futures.Future[T]):
             self._tell(function)
 
     def _publish(self, error: BaseException | None, result: T | None) -> None:
-        """Tell those who wait by `concurrent.futures`, unless one of them was interrupted and has kept the lock."""
+        """Wake threads that wait by `concurrent.futures`, unless an interrupted one of them still holds the lock."""
         if not self._condition.acquire(timeout=LOOK_S):
             return
         try:
@@ -79,7 +79,7 @@ class Promise(futures.Future[T]):
             report(error)
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Have a function called with this when it is done; at once where it is."""
+        """Call a function with this when it is done; at once if it is done already."""
         with self._guard:
             if self._outcome is None:
                 self._listeners.append(function)
@@ -87,11 +87,11 @@ class Promise(futures.Future[T]):
         self._tell(function)
 
     def done(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Tell whether this has ended, with a result or an error."""
         return self._outcome is not None
 
     def cancelled(self) -> bool:
-        """Tell whether it has ended as cancelled."""
+        """Tell whether this has ended by cancellation."""
         return self._outcome is not None and isinstance(self._outcome[1], futures.CancelledError)
 
     def result(self, timeout: float | None = None) -> T:
@@ -101,12 +101,12 @@ class Promise(futures.Future[T]):
             try:
                 raise error
             finally:
-                # Or the error's traceback would refer to itself.
+                # Otherwise the error's traceback would refer to the error itself.
                 del error
         return self._outcome[0]  # type: ignore[index,return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end and return its error, if any. Raises TimeoutError, and CancelledError as `result` does."""
+        """Wait for the end and return the error, if any. Raises TimeoutError, and CancelledError if cancelled."""
         if not self.wait_within(timeout):
             raise TimeoutError(f"it was not over within {timeout} s, and goes on")
         assert self._outcome is not None
@@ -116,12 +116,14 @@ class Promise(futures.Future[T]):
         return error
 
     def wait_within(self, timeout: float | None) -> bool:
-        """Wait in this thread until it is done; False after so many seconds. Raises whatever interrupts it."""
+        """Wait in this thread until this is done; return False after `timeout` seconds. Raises what interrupts the
+        wait.
+        """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._outcome is None:
             left = end - time.monotonic()
-            # With a limit: Python looks at a signal that came just before this sleeps when it wakes, not sooner. And
-            # one of several who wait may be interrupted before it has given the lock to the next.
+            # Limit the sleep: Python handles a signal that came just before the sleep only after it. And one of several
+            # waiting threads may be interrupted before it has released the lock to the next.
             if self._ending.acquire(timeout=min(max(left, 0), LOOK_S)):
                 self._ending.release()
             elif left <= 0:
@@ -135,16 +137,17 @@ def outlast(
     on_interrupt: Callable[[], object] = nothing,
     timeout: float | None = None,
 ) -> bool:
-    """Call `begin`, and wait in this thread until a promise is done; False after `timeout` seconds.
+    """Call `begin`, and wait in this thread until a promise is done; return False after `timeout` seconds.
 
-    Whatever interrupts that is raised when it is done; `on_interrupt` is told of it, and must not wait.
+    When the wait is interrupted, this calls `on_interrupt`, which must not wait, and raises the interruption after the
+    promise is done.
     """
     try:
         begin()
         return promise.wait_within(timeout)
     except BaseException:
         while not promise.done():
-            # However often it is pressed, the first is raised.
+            # After several interruptions (Ctrl-C pressed repeatedly), the first one is raised.
             with suppress(BaseException):
                 on_interrupt()
                 promise.wait_within(None)
@@ -154,16 +157,16 @@ def outlast(
 async def until_done(
     promise: Promise[Any], begin: Callable[[], object] = nothing, on_interrupt: Callable[[], object] = nothing
 ) -> None:
-    """Call `begin`, and wait on the running loop until a promise is done; whatever interrupts that is raised then.
+    """Call `begin`, and wait on the running loop until a promise is done; raise an interruption only after that.
 
-    A cancellation interrupts it, or a signal handler: trio raises KeyboardInterrupt where the main task waits.
-    `on_interrupt` is told of it, and must not wait.
+    A cancellation interrupts the wait, or a signal handler does: trio raises KeyboardInterrupt in the waiting main
+    task. When the wait is interrupted, this calls `on_interrupt`, which must not wait.
     """
     loop = current_loop()
     over = Signal(loop)
 
     def tell(_: object) -> None:
-        # A loop that has ended runs no task that waits.
+        # A loop that has ended has no waiting tasks.
         with suppress(RuntimeError):
             loop.call_from_thread(over.set)
 
@@ -180,12 +183,12 @@ async def until_done(
         try:
             on_interrupt()
             if isinstance(interruption, GeneratorExit):
-                # The loop has ended: an await would never return.
+                # The loop has ended, so an await would never return.
                 break
             with anyio.CancelScope(shield=True):
                 await over.wait()
         except BaseException as error:
-            # Ctrl-C says more than a cancellation.
+            # Raise Ctrl-C rather than a cancellation.
             if isinstance(interruption, anyio.get_cancelled_exc_class()) or isinstance(error, GeneratorExit):
                 interruption = error
     raise interruption

@@ -1,9 +1,9 @@
-"""Memory of the host program, registered once for all who hold it.
+"""Register memory of the host program, once for all holders of the same memory.
 
-Tensors of one storage share its registration. A registration keeps what it was made from alive, held or kept, so no
-other memory can lie at its address. (A finalizer of the memory's owner instead would come too late: the NIC may write
-there until the registration has ended, which takes a turn of another thread.) What does move without dying is a
-storage that is resized, as FSDP does; so a storage is asked again where it lies before its registration is shared.
+Tensors of one storage share its registration. While a registration is held or kept, it keeps the memory's owner alive,
+so no other memory can lie at its address. (A finalizer of the owner would come too late: the NIC may write to the
+memory until the registration has ended, which takes a turn of another thread.) A storage can move while it lives,
+because it can be resized, as FSDP does. So the address of a storage is checked again before its registration is shared.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["Memory", "MemorySource", "Registration"]
 
 Key = tuple[int, int, bool, str]
 MAX_KEPT = 4096
-"""Registrations that nobody holds: as many as a large model has parameters."""
+"""The most registrations that are kept without a holder: as many as a large model has parameters."""
 
 
 class Storage:
-    """What a tensor is a view of, as an array of bytes: dtypes that no protocol has a name for are bytes, too."""
+    """The storage of a tensor as an array of bytes, because no protocol has names for all of torch's dtypes."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -45,15 +45,15 @@ class Storage:
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
 
     def lies_at(self, address: int, nbytes: int) -> bool:
-        """Tell whether it was not resized since."""
+        """Tell whether the storage still has this address and size, so was not resized."""
         return (self._storage.data_ptr(), self._storage.nbytes()) == (address, nbytes)
 
 
 class MemorySource:
-    """What is to be registered for some memory, and which bytes of it are meant."""
+    """The object to register for some memory, and the bytes of it that the caller means."""
 
     def __init__(self, memory: Any, access: Access) -> None:
-        """Find out. Raises UsageError for what is no memory in one piece."""
+        """Determine the object and the bytes. Raises UsageError if `memory` is not contiguous memory."""
         self.storage: Storage | None = None
         self.access: Access = access
         self.whole, start, length = memory, 0, None
@@ -68,12 +68,15 @@ class MemorySource:
         buffer.release()
 
     def _take_storage(self, tensor: Any) -> tuple[int, int]:
-        """Take the storage of a tensor (torch's, which is not imported here) for what is to be registered."""
+        """Choose the storage of a tensor for the registration; return the tensor's offset and length in bytes.
+
+        This module does not import torch.
+        """
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise UsageError("register: the tensor is not its bytes in a row: register what .contiguous() returns")
         self.storage = Storage(tensor.untyped_storage())
         self.whole = numpy.asarray(self.storage)
-        # Not by the tensor's own address: an empty one has none.
+        # Do not compute the offset from the tensor's own address: an empty tensor has none.
         return tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
 
     def _borrow(self) -> Buffer:
@@ -87,7 +90,7 @@ class MemorySource:
 
 
 class Memory:
-    """The registrations of one engine, on its loop's thread."""
+    """The registrations of one engine; used only on its loop's thread."""
 
     def __init__(self, engine: aiote.Engine, kept_bytes: int) -> None:
         self._engine = engine
@@ -96,7 +99,7 @@ class Memory:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def hold(self, source: MemorySource) -> SharedRegistration:
-        """Register some memory, or share its registration. Raises as `Engine.register_async`."""
+        """Register some memory, or share its registration. Raises what `Engine.register_async` raises."""
         while True:
             while (making := self._making.get(source.key)) is not None:
                 await making.wait()
@@ -118,15 +121,15 @@ class Memory:
         return self._table.add(source.key, region, source.storage)
 
     async def let_go(self, held: SharedRegistration) -> None:
-        """Take a holder off; where it was the last, and peers may have its keys, the registration ends."""
+        """Remove a holder. If it was the last, keep the registration if no peer may have its keys; otherwise end it."""
         await self._close(self._table.let_go(held, keep=held.key[3] == "local" and in_place(held)))
 
     async def trim(self, nbytes: int) -> None:
-        """End registrations that nobody holds until they are of at most so many bytes."""
+        """End registrations without holders until the others without holders have at most `nbytes` bytes."""
         await self._close(self._table.trim(nbytes))
 
     async def _close(self, regions: Iterable[aiote.Region]) -> None:
-        """Close regions; where we are cancelled it goes on."""
+        """Close regions and wait for that; if the wait is cancelled, the closing continues."""
         tasks = [asyncio.ensure_future(region.aclose()) for region in regions]
         for task in tasks:
             self._closing.add(task)
@@ -135,20 +138,21 @@ class Memory:
             await asyncio.shield(task)
 
     async def aclose(self) -> None:
-        """Wait for what is being closed; the engine's end closes the others."""
+        """Wait until the regions that are being closed are closed; the end of the engine closes the others."""
         await asyncio.gather(*self._closing)
 
 
 def in_place(held: SharedRegistration) -> bool:
-    """Tell whether a registration's memory lies where it did."""
+    """Tell whether a registration's memory still has the same address and size."""
     return held.lender is None or held.lender.lies_at(*held.key[:2])
 
 
 class Registration:
-    """Memory that stays registered while this is held; a context manager, and an asynchronous one, that closes it.
+    """Memory that stays registered until this is closed; a context manager, and an asynchronous one, that closes it.
 
-    Made by `Bridge.register`. `region` are its bytes, for coroutines on the bridge; `descriptor` is what a peer
-    attaches. The memory must not be resized, moved or unmapped meanwhile. One that is dropped is closed, and warned of.
+    Made by `Bridge.register`. `region` is the memory for coroutines on the bridge; a peer attaches `descriptor`. The
+    memory must not be resized, moved or unmapped while it is registered. If a Registration is dropped without `close`,
+    it is closed, with a ResourceWarning.
     """
 
     def __init__(self, bridge: Bridge, number: int, held: SharedRegistration, region: aiote.Region) -> None:
@@ -164,19 +168,20 @@ class Registration:
 
     @property
     def descriptor(self) -> bytes:
-        """What a peer gives to `Engine.attach`; bytes. Raises ClosedError, and UsageError where access is "local"."""
+        """The bytes that a peer passes to `Engine.attach`. Raises ClosedError, and UsageError if access is "local"."""
         return self._descriptor or self.region.descriptor
 
     def close(self) -> None:
-        """Let go of it. Where nobody else holds it, transfers that use it are waited for and it ends.
+        """Stop holding the memory. If this was its last holder, wait for the transfers that use it and end its
+        registration.
 
-        One with access "local", which no peer has keys of, may be kept for the next who registers that memory. From any
-        thread but the bridge's. Idempotent.
+        A registration with access "local", whose keys no peer has, may be kept for the next caller that registers that
+        memory. Call this from any thread but the bridge's. Idempotent.
         """
         self._bridge.close_registration(self.number)
 
     async def aclose(self) -> None:
-        """Let go of it as `close` does, on any event loop. A cancelled close goes on by itself."""
+        """Stop holding the memory as `close` does, on any event loop. If this is cancelled, the closing continues."""
         await self._bridge.aclose_registration(self.number)
 
     def __enter__(self) -> Self:
@@ -196,6 +201,6 @@ class Registration:
         await self.aclose()
 
     def __del__(self) -> None:
-        # One whose making was interrupted has nothing.
+        # If `__init__` was interrupted, there is nothing to close.
         if "number" in vars(self):
             self._bridge.drop_registration(self.number)

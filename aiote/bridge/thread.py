@@ -1,4 +1,4 @@
-"""The thread that an engine and an event loop of its own live on."""
+"""Run an engine and its own event loop on a thread: start it, admit calls to it, and end it with all its calls."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["EngineThread", "closed"]
 
 EXIT_S = 2.0
-"""So long the interpreter's exit waits for calls to drain and for peers to be told; then the engine is aborted."""
+"""How long the exit of the interpreter waits for calls to drain and peers to be told, before it aborts the engine."""
 
 
 def closed() -> ClosedError:
-    """Return the error of what a closed bridge is asked for, and of calls that it has ended."""
+    """Return the error for operations on a closed bridge, and for the calls that its close has ended."""
     return ClosedError("the bridge is closed")
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop: uvloop's where it is installed, which saves 1 to 2 us a turn (docs/performance.md)."""
+    """Return an event loop: uvloop's if it is installed, because that saves 1 to 2 us a turn (docs/performance.md)."""
     try:
         import uvloop
     except ImportError:
@@ -41,11 +41,14 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Thread(threading.Thread):
-    """The thread of some bridge."""
+    """The thread of a bridge's engine; a type of its own, so that any of them can be recognised."""
 
 
 class EngineThread:
-    """An engine, its loop and its thread, from `start` to `stop`. `opened` and `ended` are done when it is."""
+    """An engine, its loop and its thread, from `start` to `stop`.
+
+    `opened` is done when the engine is open or could not be opened, `ended` when the thread ends.
+    """
 
     def __init__(self, opening: Opening, kept_bytes: int, previous: EngineThread | None) -> None:
         self.opening, self.kept_bytes = opening, kept_bytes
@@ -60,14 +63,14 @@ class EngineThread:
         self.bells: list[Any] = []
         self.loop = new_loop()
         self._previous = previous
-        # Reentrant: a signal handler may call us where we hold it.
+        # Reentrant, because a signal handler may call this object while its thread holds the lock.
         self._lock = threading.RLock()
         self._calls: set[Call[Any]] = set()
         self._stopped = asyncio.Event()
         self._thread = _Thread(target=self._main, name="aiote bridge", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError where the system has no more of them."""
+        """Start the thread. Raises RuntimeError if the system has no more threads."""
         try:
             self._thread.start()
         except BaseException:
@@ -75,8 +78,9 @@ class EngineThread:
             raise
 
     def wait_opened(self) -> None:
-        """Wait until the engine is open. Raises what opening it did, and UsageError on the thread of a bridge: the
-        engine before has to end first.
+        """Wait until the engine is open. Raises the error of opening it.
+
+        Raises UsageError on the thread of a bridge, because the engine before has to end first, on that thread.
         """
         if not self.opened.done() and isinstance(threading.current_thread(), _Thread):
             raise wait_refused()
@@ -85,16 +89,16 @@ class EngineThread:
     @property
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
-        # Not by its number, which a later thread may have.
+        # Do not compare the thread's number: a later thread may get the same one.
         return threading.current_thread() is self._thread
 
     def require_parent(self) -> None:
-        """Raise UsageError in a child of a fork, where the thread does not run."""
+        """Raise UsageError in a forked child process, because the thread does not run there."""
         if self.inherited:
             raise UsageError("this bridge belongs to the parent process: acquire one of the child's own after a fork")
 
     def admit(self, call: Call[Any]) -> None:
-        """Have a call begin, or end it with ClosedError."""
+        """Begin a call on the loop; if this is stopping, end the call with ClosedError."""
         with self._lock:
             if not self.stopping:
                 self._calls.add(call)
@@ -103,17 +107,17 @@ class EngineThread:
         call.end(closed())
 
     def forget(self, call: Call[Any]) -> None:
-        """Take note that a call has ended."""
+        """Record that a call has ended."""
         with self._lock:
             self._calls.discard(call)
 
     def calls_of(self, owner: object | None = None) -> list[Call[Any]]:
-        """Return the calls under way, all or those of one owner."""
+        """Return the unfinished calls, all of them or those of one owner."""
         with self._lock:
             return [call for call in self._calls if owner is None or call.owner is owner]
 
     async def end_calls(self, owner: object | None = None) -> None:
-        """Cancel the calls under way, all or those of one owner, and wait until they have ended."""
+        """Cancel the unfinished calls and moves, all of them or those of one owner, and wait until they have ended."""
         moves = [one for one in tuple(self.moves) if owner is None or one.owner is owner]
         for move in moves:
             move.cancel()
@@ -126,7 +130,7 @@ class EngineThread:
             await move.end()
 
     def stop(self) -> None:
-        """Have it end; `ended` is done then. Idempotent."""
+        """Begin to end the engine and its thread; `ended` is done when they have ended. Idempotent."""
         with self._lock:
             self.stopping = True
             with suppress(RuntimeError):
@@ -137,7 +141,7 @@ class EngineThread:
         self._thread.join()
 
     def stop_at_exit(self) -> None:
-        """End it within the time that an exit may take."""
+        """End the thread at the interpreter's exit: wait EXIT_S, then abort the engine and wait EXIT_S once more."""
         self.stop()
         self._thread.join(EXIT_S)
         with suppress(RuntimeError):

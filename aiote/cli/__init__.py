@@ -1,7 +1,7 @@
 """The command line: `aiote`, also `python -m aiote`.
 
-This floor stands on the public API alone. typer and rich come with the `cli` extra and are imported when a command
-runs, so that importing this package, which the demo's processes do, needs neither.
+The commands move data only through the public API. typer and rich come with the `cli` extra and are imported when a
+command runs, so that the demo's processes can import this package without them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NEEDED = ("typer", "rich")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit status.
 
-    0: done. 1: it failed, and standard error says why. 2: the arguments were wrong, or the `cli` extra is missing.
-    130: interrupted.
+    0: done. 1: it failed, and standard error says why. 2: the arguments were wrong, or the `cli` extra is missing. 130:
+    interrupted.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     status = 130
-    # An interrupt may come while the imports are at it; the command's own handling turns one into a status.
+    # An interrupt may come during the imports. Once a command runs, its own handling turns an interrupt into a status.
     with contextlib.suppress(KeyboardInterrupt):
         from aiote.cli.app import run
 

@@ -1,4 +1,4 @@
-"""The tree of commands. Imported only once typer and rich are known to be there."""
+"""The tree of commands. Import this module only after checking that typer and rich are installed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status; an interrupt is 130, as a shell has it, or a KeyboardInterrupt."""
+    """Run one command and return its exit status. After an interrupt, return 130, as shells do, or raise
+    KeyboardInterrupt.
+    """
     try:
         app(args=list(arguments), prog_name="aiote")
     except SystemExit as leaving:

@@ -69,7 +69,8 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     "rails": (str, typer.Option("", metavar="NAMES", help="NICs, with commas.", show_default="all that fit")),
     "sizes": (
         str,
-        # Named, because typer 0.27 takes a metavar that differs from the name in case alone for the name.
+        # The option is named explicitly, because typer 0.27 takes a metavar that equals the name except for case as the
+        # name.
         typer.Option(
             "", "--sizes", metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work"
         ),
@@ -132,12 +133,12 @@ OPTIONS: dict[str, tuple[object, Any]] = {
         typer.Option(None, "--with", metavar="FILE", help="Workers of other libraries, as bench_peers.py lists them."),
     ),
 }
-"""Every option by its name in `values`: its type, and what Typer says of it."""
+"""Every option by its name in `values`: its type, and its Typer description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the options of every command come to."""
+    """The options of a command after checking."""
 
     settings: tuple[Setting, ...]
     works: tuple[Work, ...]
@@ -182,7 +183,7 @@ def _works(ops: Sequence[str], sizes: str, window: int, pages: int) -> tuple[Wor
 
 
 def _libraries(paths: Sequence[str] | None) -> list[str]:
-    """Return the libraries to measure with. The one that engines take is named, so that the raw loops take the same."""
+    """Return the paths of the libraries to measure with. The default has a path, too, so that the raw loops use it."""
     try:
         return [find(path).path for path in paths or [aiote.EngineConfig().libfabric]]
     except aiote.AioteError as error:
@@ -190,7 +191,7 @@ def _libraries(paths: Sequence[str] | None) -> list[str]:
 
 
 def _settings(first: Setting, providers: Sequence[str], paths: Sequence[str] | None) -> tuple[Setting, ...]:
-    """Return a setting for each provider and library; those that need no libfabric have one."""
+    """Return a setting for each provider and library. A provider that needs no libfabric has one setting."""
     libraries = _libraries(paths) if any(provider not in OWN for provider in providers) else []
     if paths and not libraries:
         _fail(f"--library: that is a libfabric, and {', '.join(providers)} needs none", 2)
@@ -210,13 +211,13 @@ def _settings(first: Setting, providers: Sequence[str], paths: Sequence[str] | N
 
 
 async def _try(provider: str) -> None:
-    """Open and close an engine: where a provider is not there, it says why better than the raw loops can."""
+    """Open and close an engine, because its error about a missing provider says more than the raw loops' error."""
     async with aiote.open_engine(provider):
         pass
 
 
 def _sharing(values: dict[str, Any]) -> bool | None:
-    """Return whether engines share memory of GPUs, which the record names where a GPU has the bytes."""
+    """Return whether engines share GPU memory, for the record. With host memory this is the option, or None."""
     given: bool | None = values["gpu_sharing"]
     if given is not None or values["memory"] == "host":
         return given
@@ -227,7 +228,7 @@ def _sharing(values: dict[str, Any]) -> bool | None:
 
 
 def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
-    """Check all that was given before anything is started."""
+    """Check all arguments before anything is started."""
     works = _works(ops, values["sizes"], values["window"], values["pages"])
     if "send" in ops and values["memory"] != "host":
         _fail(f"--memory {values['memory']}: messages are of host memory; measure send with --memory host", 2)
@@ -262,7 +263,7 @@ def _one_setting(
     console: Console,
     records: list[BenchRecord],
 ) -> None:
-    """Measure over one provider with one library, and add what was found."""
+    """Measure over one provider with one library, and append the records."""
     with contextlib.ExitStack() as stack, console.status("starting") as status:
         entries = []
         for contestant in contestants:
@@ -274,7 +275,7 @@ def _one_setting(
             except BenchError as error:
                 if contestant.kind != "other":
                     raise
-                # Another library's failure is told, and does not take the measurement away.
+                # Another library's failure is reported and does not end the measurement.
                 console.print(f"left out: {error}")
                 continue
             entries.append((pair, setting.loop if contestant.kind == "aiote" else "", contestant.kind == "other"))
@@ -284,7 +285,7 @@ def _one_setting(
 
 
 def _measure(contestants: Sequence[Contestant], options: Options) -> None:
-    # What is not a terminal is a file, which has room for a line.
+    # An output that is not a terminal is a file, which has room for long lines.
     console, progress = Console(width=None if sys.stdout.isatty() else WIDTH), Console(stderr=True)
     records: list[BenchRecord] = []
     try:
@@ -298,7 +299,7 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
     except (BenchError, NamespaceError, ValueError) as error:
         _fail(str(error))
     finally:
-        # What was measured before a failure or an interrupt is not lost.
+        # The records that were taken before a failure or an interrupt are kept.
         if records:
             record_table.show(records, console)
         if records and options.json is not None:
@@ -341,7 +342,7 @@ def _one(op: str, values: dict[str, Any]) -> None:
 
 
 def _beside_c(values: dict[str, Any]) -> None:
-    """Refuse what plain C has no loop for."""
+    """End the command for options that the loops in plain C do not support."""
     if values["memory"] != "host":
         _fail(f"--memory {values['memory']}: the raw loops move host memory alone; measure aiote by itself", 2)
 
@@ -370,7 +371,7 @@ def _compare(values: dict[str, Any]) -> None:
 def _add(
     name: str, text: str, act: Callable[[dict[str, Any]], None], without: Sequence[str], **defaults: object
 ) -> None:
-    """Add a command that acts on the values of OPTIONS. Those that it is `without` have their usual defaults."""
+    """Add a command that calls `act` with the values of OPTIONS. The options in `without` keep their usual defaults."""
 
     def command(**given: Any) -> None:
         act({option: info.default for option, (_, info) in OPTIONS.items()} | given)

@@ -1,4 +1,4 @@
-"""The command `aiote doctor`: what this machine lacks for RDMA and for aiote, and how to mend it."""
+"""The command `aiote doctor`: show what this machine lacks for RDMA and for aiote, and how to mend it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sysfs = Annotated[
 
 
 def command(as_json: Json = False, sysfs: Sysfs = None) -> None:
-    """Say what this machine lacks, each with the command that mends it; exit with 1 when something is wrong."""
+    """Show what this machine lacks, each with the command that mends it; exit with 1 when something is wrong."""
     try:
         facts = with_efa(gather(library=aiote.EngineConfig().libfabric)) if sysfs is None else gather(str(sysfs))
     except aiote.UsageError as error:
@@ -35,7 +35,7 @@ def command(as_json: Json = False, sysfs: Sysfs = None) -> None:
 
 
 def as_dict(findings: list[Finding], facts: Facts) -> dict[str, Any]:
-    """Return everything for a program; `left_out` is what a recorded tree does not tell."""
+    """Return findings and facts for a program; `left_out` names the facts that a recorded tree does not contain."""
     left_out = list(OF_THE_MACHINE) if facts.recorded else []
     return {
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -44,7 +44,7 @@ def as_dict(findings: list[Finding], facts: Facts) -> dict[str, Any]:
 
 
 def lines(findings: list[Finding], facts: Facts) -> list[str]:
-    """Return what is printed: a finding takes a line, its command the next."""
+    """Return the lines to print: a finding takes one line, its command the next."""
     shown = [
         line
         for finding in findings
@@ -60,5 +60,5 @@ def lines(findings: list[Finding], facts: Facts) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Replace what a terminal might take for a command, or cannot show."""
+    """Replace characters that a terminal might take for a command, or cannot show."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)

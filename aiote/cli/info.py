@@ -1,7 +1,7 @@
 """The command `aiote info`: the machine's NUMA nodes, GPUs and NICs as a picture or as JSON.
 
-Which NICs are rails is asked of libfabric. For a recorded tree nobody can be asked: then it is told by the kind of
-device, and said so.
+libfabric tells which NICs are rails. It knows nothing of a recorded tree, for which the kind of a device decides; the
+output says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDTH = 170
 SOFTWARE_SHOWN = 16
 MAKERS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
 SHORTEST_BEHIND_A_SWITCH = 5
-"""Root complex, root port, a switch's upper and lower port, the device."""
+"""The elements of such a path: root complex, root port, a switch's upper and lower port, the device."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Sysfs = Annotated[
@@ -46,7 +46,7 @@ Sysfs = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is shown. `providers` are those that a NIC is a rail of, by its name; `asked`: libfabric told them."""
+    """The machine to show. `providers` are those of each NIC, by the NIC's name; `asked`: libfabric reported them."""
 
     topology: Topology
     providers: dict[str, tuple[str, ...]]
@@ -65,7 +65,7 @@ def command(as_json: Json = False, sysfs: Sysfs = None) -> None:
     if as_json:
         typer.echo(json.dumps(as_dict(machine), indent=2))
     else:
-        # What is not a terminal is a file, which has room for a line.
+        # An output that is not a terminal is a file, which has room for long lines.
         picture(machine, Console(width=None if sys.stdout.isatty() else WIDTH))
 
 
@@ -82,7 +82,7 @@ def _this_machine() -> Machine:
     providers: dict[str, list[str]] = {}
     for provider, domains in (*(offered() if asked else {}).items(), *offers.items()):
         for domain in domains:
-            # A domain that is no NIC's (shm's) stays under its own name.
+            # A domain that belongs to no NIC (shm's) keeps its own name.
             nic = topology.nic(domain)
             known = providers.setdefault(nic.name if nic is not None else domain, [])
             known += [provider] if provider not in known else []
@@ -96,7 +96,7 @@ def _recorded(root: str) -> Machine:
 
 
 def likely_providers(nic: Nic) -> tuple[str, ...]:
-    """Return the providers that such a NIC is usually a rail of; none while it is down."""
+    """Return the providers that usually offer such a NIC as a rail; none while it is down."""
     if nic.state == "down":
         return ()
     if nic.kind == "net":
@@ -149,7 +149,7 @@ def _place(place: Place) -> dict[str, Any]:
 
 
 def picture(machine: Machine, console: Console) -> None:
-    """Print the picture. rich draws it in ASCII where the terminal has no Unicode; what is written here is ASCII."""
+    """Print the picture. Its texts are ASCII, and rich draws its lines in ASCII if the terminal has no Unicode."""
     topology = machine.topology
     tree = Tree(Text(_plain(platform.node() if machine.sysfs == SYSFS else machine.sysfs), style="bold"))
     physical = [nic for nic in topology.nics if not nic.virtual and not _shown_elsewhere(nic, topology)]
@@ -180,7 +180,7 @@ def _add_groups(branch: Tree, devices: list[Gpu | Nic], machine: Machine) -> Non
 
 
 def _group(place: Place) -> str:
-    """Name what a device hangs from: the switch nearest to it, or the root complex."""
+    """Return the name of the component above a device: the switch nearest to it, or the root complex."""
     if not place.path:
         return "no PCI"
     if len(place.path) < SHORTEST_BEHIND_A_SWITCH:
@@ -217,7 +217,7 @@ def _line(device: Gpu | Nic, machine: Machine) -> Text:
         line.append(f"  {_plain(device.driver)}")
     rails = [*machine.providers.get(device.name, ())]
     if device.kind != "net" and not device.virtual:
-        # Its net devices have no line of their own.
+        # The net devices of an RDMA device have no line of their own.
         over = [name for partner in device.partners for name in machine.providers.get(partner, ())]
         rails += [name for name in dict.fromkeys(over) if name not in rails]
     return line.append(f"  rail: {', '.join(rails)}" if rails else "  no rail", style="green" if rails else "dim")
@@ -230,7 +230,7 @@ def _name(nic: Nic) -> str:
 
 
 def _shown_elsewhere(nic: Nic, topology: Topology) -> bool:
-    """Tell whether a net device is in the line of its RDMA device: of one that is hardware, too."""
+    """Tell whether a net device is shown in the line of its RDMA device, which has to be hardware."""
     owners = [other for other in topology.nics if other.kind != "net" and other.name in nic.partners]
     return nic.kind == "net" and any(not owner.virtual for owner in owners)
 
@@ -240,7 +240,7 @@ def _speed(mbps: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Replace what a terminal might take for a command, or cannot show."""
+    """Replace characters that a terminal might take for a command, or cannot show."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
 
 

@@ -63,7 +63,7 @@ def command(
     as_json: Json = False,
     kill_prefiller_after: Kill = None,
 ) -> None:
-    """Generate with prefill and decode in two processes, the KV cache written from one to the other.
+    """Generate with prefill and decode in two processes. The prefiller writes the KV cache to the decoder.
 
     The tokens are compared with those of a one-process generation; the exit status is 0 only if all are equal.
     """
@@ -96,7 +96,7 @@ def command(
 def _run(
     settings: Settings, config: ModelConfig, texts: Sequence[bytes], kill_prefiller_after: float | None, as_json: bool
 ) -> Summary:
-    """Run and compare; does not come back from a run that failed."""
+    """Run the demo and compare its results. If the run fails, end the command."""
 
     async def both() -> Summary:
         with Bars(Console(stderr=True), len(texts)) as bars:
@@ -110,7 +110,8 @@ def _run(
         return anyio.run(both)
     except* (DemoError, AioteError) as group:
         causes = list(leaves(group))
-    # Not inside the handler: what `except*` raises comes out as a group, and an exit status would be lost in it.
+    # Not inside the handler: an exception raised under `except*` becomes part of a group, which would hide the exit
+    # status.
     message = "; ".join(dict.fromkeys(str(cause) for cause in causes))
     details = next((cause.details for cause in causes if isinstance(cause, runs.RunFailed)), {})
     # The engine refused an argument, such as an unknown provider.

@@ -11,8 +11,8 @@
     "layers.{i=0..3}.qkv" = {cat = ["layers.{i}.q", "layers.{i}.k", "layers.{i}.v"]}
     "head" = {source = "embed", pad = {dim = 0, to = 128}}
 
-`{i=0..3}` in a name, or in an item of a list, stands for as many of it. A layout of several meshes has a list `group`
-of such tables. What `Layout.describe()` returns is a layout, too.
+`{i=0..3}` in a name, or in an item of a list, generates one name or item for each number. A layout of several meshes
+has a list `group` of such tables. The result of `Layout.describe()` is a layout, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOST_NAMES = 1 << 20
 
 
 def read_layout(path: Path) -> Layout:
-    """Read a layout. Raises UsageError, which names the file and the tensor, for one that is wrong."""
+    """Read a layout. For a wrong one, raises UsageError that names the file and the tensor."""
     table = _table(path)
     with _Within(str(path)):
         if "shardings" in table:
@@ -63,7 +63,7 @@ def read_layout(path: Path) -> Layout:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe. Raises UsageError, which names the file and the target, for one that is wrong."""
+    """Read a recipe. For a wrong one, raises UsageError that names the file and the target."""
     table = _table(path)
     with _Within(str(path)):
         _known(table, ("targets", "unused", "untouched"))
@@ -75,7 +75,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 class _Within:
-    """Puts where something stands before what is wrong with it."""
+    """Prefix the message of a UsageError with the place at which it occurred."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -114,11 +114,11 @@ def _texts(values: Any, what: str) -> list[str]:
     return values
 
 
-# Names that stand for several.
+# Names with ranges.
 
 
 def _named(table: Any, what: str) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a table with their values, each as often as its ranges say."""
+    """Yield the names of a table with their values, repeated for each number of their ranges."""
     if not isinstance(table, dict):
         raise UsageError(f"{what} is {table!r}, expected a table")
     for name, value in table.items():
@@ -126,7 +126,7 @@ def _named(table: Any, what: str) -> Iterator[tuple[str, Any]]:
 
 
 def _spread(where: str, item: Any) -> Iterator[Any]:
-    """Yield an item as often as the ranges in a part of it say, with the numbers put in everywhere."""
+    """Yield an item for each number of the ranges in `where`, with the numbers substituted in the whole item."""
     found = RANGE.search(where)
     if found is None:
         yield item
@@ -184,7 +184,7 @@ def _tensor(entry: Any, mesh: Mesh) -> tuple[list[int], str, list[Any]]:
 
 
 def _placement(text: str, places: int) -> Replicate | Shard | StridedShard | Runs:
-    """Return a placement on an axis of so many places, by its text such as "packed(0, 4096/32, 1024/8)"."""
+    """Return a placement on an axis of `places` places, from its text such as "packed(0, 4096/32, 1024/8)"."""
     found = re.fullmatch(r"(\w+)(?:\(([\d\s,/]+)\))?", text.strip())
     kind = found[1] if found else ""
     words = [word.strip() for word in (found[2] or "").split(",")] if found else []
@@ -216,7 +216,7 @@ def _halves(text: str) -> tuple[str, str, str]:
 
 
 def _rule(rule: Any) -> Expression | Quantized:
-    """Return what a target is made of."""
+    """Return the expression that a target is made of."""
     if isinstance(rule, dict) and "quantized" in rule:
         how = rule["quantized"]
         if not isinstance(how, dict) or "scale" not in how:
@@ -238,7 +238,7 @@ MODIFIERS: dict[str, Callable[[Expression, Any], Expression]] = {
 
 
 def _expression(rule: Any) -> Expression:
-    """Return an expression: a name, or a table that begins with source, cat or stack; the rest of it in its order."""
+    """Return an expression from a name, or from a table with source, cat or stack, and modifiers in their order."""
     if isinstance(rule, str):
         return source(rule)
     if not isinstance(rule, dict):

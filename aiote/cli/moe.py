@@ -53,7 +53,8 @@ def command(
             anyio.run(moe.run)
     except* (DemoError, AioteError) as group:
         causes = list(leaves(group))
-    # Not inside the handler: what `except*` raises comes out as a group, and an exit status would be lost in it.
+    # Not inside the handler: an exception raised under `except*` becomes part of a group, which would hide the exit
+    # status.
     if causes:
         typer.echo(f"aiote: {'; '.join(dict.fromkeys(str(cause) for cause in causes))}", err=True)
         # The engine refused an argument, such as an unknown provider.
@@ -61,7 +62,7 @@ def command(
 
 
 def _table(moe: MoeRun) -> Table:
-    """Return the ranks as they are now; a token is red where one process with all experts generates another."""
+    """Return the current ranks. A token is red if it differs from that of one process with all experts."""
     table = Table("rank", "process", "experts", Column("state", min_width=9), Column("text", ratio=1), expand=True)
     for rank in moe.ranks:
         whole = moe.whole[rank.number] if moe.whole else []

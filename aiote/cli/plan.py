@@ -1,4 +1,4 @@
-"""The command `aiote plan weights`: what a weight update would move, before there are ranks to move it."""
+"""The command `aiote plan weights`: predict what a weight update would move, before its ranks exist."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Preset(StrEnum):
 
 
 class Gather(StrEnum):
-    """As of `plan_update`."""
+    """The choices of `plan_update` for its argument `gather`."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -52,7 +52,7 @@ class Gather(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Tensors that are gathered alike: their names, of which `example` is one, and why."""
+    """A group of tensors that are gathered alike: their common name, `example` as one of them, and the reason."""
 
     tensors: str
     example: str
@@ -66,8 +66,8 @@ class Gathering:
 class Summary:
     """A plan in numbers. Sizes are bytes, by rank; `bound` is the least that the busiest source could send.
 
-    NICs are numbered by their ranks / ranks_per_nic, `source 3` or `target 0`; what a NIC does in its busier direction
-    counts. `seconds` is how long the hottest takes at its speed.
+    The number of a NIC is the number of its ranks / ranks_per_nic: `source 3` or `target 0`. A NIC's load is that of
+    its busier direction. `seconds` is the time that the hottest NIC takes at its speed.
     """
 
     name: str
@@ -106,9 +106,9 @@ def weights(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, every rank by itself.")] = False,
 ) -> None:
-    """Plan a weight update, and show bytes by rank, the hottest NIC, what is gathered and why, and what it takes.
+    """Plan a weight update, and show bytes by rank, the hottest NIC, which tensors are gathered and why, and the time.
 
-    docs/weights.md has the form of the files, docs/planner.md says what is predicted.
+    docs/weights.md describes the files, docs/planner.md the predictions.
     """
     with refusing():
         if plot:
@@ -172,7 +172,7 @@ def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float
 
 
 def _hottest(plan: UpdatePlan, read: Mapping[int, int], ranks_per_nic: int) -> tuple[str, int]:
-    """Return the NIC that has most to do in one direction, and its bytes."""
+    """Return the NIC that carries most bytes in one direction, and these bytes."""
     nics: dict[tuple[str, str], int] = {}
     sizes: tuple[tuple[str, str, Mapping[int, int]], ...] = (
         ("source", "out", plan.traffic.sent),
@@ -189,7 +189,7 @@ def _hottest(plan: UpdatePlan, read: Mapping[int, int], ranks_per_nic: int) -> t
 
 
 def _gathers(plan: UpdatePlan) -> tuple[tuple[Gathering, ...], dict[int, int]]:
-    """Return what is gathered, alike tensors together, the most bytes first; and what is read from each rank for it."""
+    """Return the gathered tensors in groups, most bytes first, and the bytes that gathering reads from each rank."""
     read: dict[int, int] = {}
     found: dict[tuple[str, int, str], list[Any]] = {}
     for number, mesh in plan.meshes.items():
@@ -213,7 +213,7 @@ def _gathers(plan: UpdatePlan) -> tuple[tuple[Gathering, ...], dict[int, int]]:
 
 
 def _why(plan: UpdatePlan, number: int) -> str:
-    """Say why a tensor is gathered."""
+    """Return the reason why a tensor is gathered."""
     entry = plan.entries[number]
     if plan.gather == "always" or entry.block is None:
         return "whole tensors were asked for"
@@ -230,7 +230,7 @@ def _why(plan: UpdatePlan, number: int) -> str:
 
 
 def _alike(name: str) -> str:
-    """Return what names of tensors have in common that differ in layer or expert."""
+    """Return a name of a tensor with the numbers of layer and expert replaced by *."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -281,7 +281,7 @@ def _gathering_table(summary: Summary) -> Table:
 
 
 def _bars(title: str, by_rank: Mapping[int, int], letter: str, style: str) -> Table:
-    """Return a bar for each size, with the ranks that have it; sizes that look equal are one."""
+    """Return a bar for each size, with the ranks of that size; sizes with equal text share a bar."""
     groups: dict[str, list[int]] = {}
     for rank, size in by_rank.items():
         groups.setdefault(size_of(size), []).append(rank)

@@ -1,4 +1,4 @@
-"""The command `aiote plan kvcache`: what moving a prompt's cache takes, before there are NICs to move it over."""
+"""The command `aiote plan kvcache`: predict the time to move a prompt's cache, before its NICs exist."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def kvcache(
 ) -> None:
     """Plan how a KV cache goes to a decode group: bytes, time to first token, memory, NICs that pay off.
 
-    Every rank runs aiote.kvcache itself, on the simulated network. docs/planner.md says what is predicted.
+    Every rank runs aiote.kvcache itself, on the simulated network. docs/planner.md describes the predictions.
     """
     with refusing():
         if plot:
@@ -84,7 +84,7 @@ def _plans(scenario: KvScenario, prompts: list[int], layer_ms: str) -> list[KvPl
 
 
 def _computed(scenario: KvScenario, layer_ms: str, tokens: int) -> Computation:
-    """Return what was given, or what was published. Raises UsageError."""
+    """Return the given computation times, or the published ones, or none (FREE). Raises UsageError."""
     if not layer_ms:
         published = (scenario.shape.name, scenario.chunk) == ("qwen3-235b", PUBLISHED_CHUNK)
         return Computation.published(tokens) if published and tokens > 0 else FREE

@@ -1,4 +1,4 @@
-"""The command `aiote plan moe`: what a round of experts takes, before there are NICs to make it over."""
+"""The command `aiote plan moe`: predict the time of a round of experts, before there are NICs to run it over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def moe(
 ) -> None:
     """Plan rounds of an expert-parallel group: times, bytes by rank and NIC, memory, NICs that pay off.
 
-    Every rank runs aiote.moe itself, on the simulated network. docs/planner.md says what is predicted.
+    Every rank runs aiote.moe itself, on the simulated network. docs/planner.md describes the predictions.
     """
     with refusing():
         if plot:
@@ -75,7 +75,7 @@ def moe(
 
 
 def _constant(text: str) -> dict[Phase, float] | None:
-    """Return what is added to each phase, None for what was calibrated. Raises UsageError."""
+    """Return the microseconds to add to each phase, or None to add the calibrated ones. Raises UsageError."""
     if not text:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What the commands `aiote plan ...` share: their tables, their JSON, and how many NICs pay off."""
+"""Shared by the commands `aiote plan ...`: their tables, their JSON, and the number of NICs that pay off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NICS_HELP = f"{', '.join(PUBLISHED_NICS)}, or a file of `aiote bench --json`."
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End the command with what a UsageError says, and status 2."""
+    """Turn a UsageError into its message and exit status 2."""
     try:
         yield
     except UsageError as error:
@@ -49,12 +49,12 @@ def refusing() -> Iterator[None]:
 
 
 def console() -> Console:
-    """Return where tables go; what is not a terminal is a file, which has room for a line."""
+    """Return the console for tables. An output that is not a terminal is a file, which has room for long lines."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Return names and what is said of them."""
+    """Return a table of names and their descriptions."""
     made = Table(box=rich.box.SIMPLE, show_header=False, title=title, title_justify="left")
     made.add_column(style="cyan", no_wrap=True)
     made.add_column()
@@ -79,7 +79,7 @@ def print_json(found: Mapping[str, Any]) -> None:
 
 
 def pays_off(times: Mapping[int, float]) -> int:
-    """Return how many NICs pay off: the fewest of which the next number takes less than 5 % off the time."""
+    """Return how many NICs pay off: the smallest number whose successor saves less than 5 % of the time."""
     counts = sorted(times)
     for count, more in itertools.pairwise(counts):
         if times[more] > times[count] * (1 - GAIN):
@@ -88,7 +88,7 @@ def pays_off(times: Mapping[int, float]) -> int:
 
 
 def drawn(path: Path | None, draw: Callable[[Path], None]) -> None:
-    """Draw a picture where one was asked for, and say where."""
+    """Draw a picture if a path was given, and print the path."""
     if path is not None:
         draw(path)
         typer.echo(f"drawn: {path}", err=True)

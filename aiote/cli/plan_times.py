@@ -1,4 +1,4 @@
-"""How long the update of `aiote plan weights` takes: by NICs of a rank, and what limits it."""
+"""The duration of the update of `aiote plan weights`, by NICs of a rank, and its lower bounds."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["Calls", "UpdateTimes", "panels", "plain_nics", "show_times", "times_of"]
 
 MOST_WRITES = 4_000_000
-"""More are not followed one by one: then the bound is shown alone."""
+"""The limit on writes that are simulated one by one. For more writes only the bound is shown."""
 
 
 class Calls(StrEnum):
-    """What a trainer's calls cost."""
+    """The cost model of a trainer's calls."""
 
     PUBLISHED = "published"
     FREE = "free"
 
     @property
     def costs(self) -> Costs:
-        """Microseconds by call."""
+        """The costs in microseconds by call."""
         return Costs() if self is Calls.PUBLISHED else Costs(0, 0, 0, 0, 0, 0)
 
 
 class UpdateTimes(NamedTuple):
-    """Times by the number of NICs of a rank, none where there are too many writes; and what limits the update."""
+    """Times by the number of NICs of a rank (empty if there are too many writes), and the bounds of the update."""
 
     calls: Calls
     writes: int
@@ -45,10 +45,10 @@ class UpdateTimes(NamedTuple):
     bound: Bound
     by_nics: dict[int, Times]
     staging: int
-    """Bytes of a second copy of what a target rank gets, for versions="shadow"."""
+    """Bytes of a second copy of the tensors that a target rank receives, for versions="shadow"."""
 
     def described(self) -> dict[str, Any]:
-        """Return it as JSON has it; times are milliseconds."""
+        """Return the times for JSON, in milliseconds."""
         limits = {name: {"ms": time, "rank": rank} for name, (time, rank) in self.bound._asdict().items()}
         return {
             "calls": str(self.calls), "writes": self.writes, "most_writes_of_a_rank": self.most_writes,
@@ -59,14 +59,14 @@ class UpdateTimes(NamedTuple):
 
 
 def plain_nics(gbits: float, count: int) -> Nics:
-    """Return NICs that carry so much and take no time besides. Raises UsageError."""
+    """Return NICs of the given bandwidth without latency. Raises UsageError."""
     in_range("nics per rank", count, 1, MAX_NICS)
     name = f"{gbits:g} Gbit/s"
     return Nics(name, NicModel(name=name, gbps=gbits, latency_us=0, answer_us=0), count, "the command line")
 
 
 def times_of(plan: UpdatePlan, nics: Nics, calls: Calls) -> UpdateTimes:
-    """Follow a plan over NICs: those that a rank has, and other numbers of them."""
+    """Simulate a plan over the given number of NICs of a rank, and over other numbers."""
     writes = count_writes(plan)
     total, costs = sum(writes.values()), calls.costs
     by_nics = {}
@@ -80,7 +80,7 @@ def times_of(plan: UpdatePlan, nics: Nics, calls: Calls) -> UpdateTimes:
 
 
 def show_times(times: UpdateTimes, nics: Nics, out: Console) -> None:
-    """Print tables."""
+    """Print the tables."""
     limits = times.bound
     costs = (
         "as published for Kimi-K2 (arXiv 2510.27656, docs/weights.md)" if times.calls is Calls.PUBLISHED else "nothing"
@@ -104,7 +104,7 @@ def show_times(times: UpdateTimes, nics: Nics, out: Console) -> None:
 
 
 def panels(summary: Summary, times: UpdateTimes) -> list[Panel]:
-    """Return what a picture of it shows."""
+    """Return the panels of a picture of the plan."""
     limits = {name: time for name, (time, _) in times.bound._asdict().items()}
     found = [
         Panel("bytes by source rank", "GB", {

@@ -39,9 +39,9 @@ def command(
     runs: Runs = 1000,
     json_file: Json = None,
 ) -> None:
-    """Measure what it takes to post a scatter to many peers, and pages to one: made anew, and prepared.
+    """Measure the time to post a scatter to many peers, and pages to one: made anew, and prepared.
 
-    All engines are in this process. Over null nothing is moved: what is left is aiote's own time.
+    All engines are in this process. Over null no bytes move, so that only aiote's own time remains.
     """
     records: list[PostingRecord] = []
     try:

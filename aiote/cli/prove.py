@@ -1,7 +1,7 @@
-"""The command `aiote prove`: what the docs claim of a device, asked of the device, and written to a file.
+"""The command `aiote prove`: test on a device what the docs claim of it, and write a report.
 
 On a machine with the device the checks run between two engines, then the tests of a checkout if there is one, then the
-benchmarks. Where the device is missing nothing is run, which is said and is never success.
+benchmarks. If the device is missing, no check runs. The report then says so, and the exit status is never success.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NoSuites = Annotated[bool, typer.Option("--no-suites", help="Leave out the check
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is asked: a device, by a provider, from these NICs of each side, with this memory."""
+    """The device under test: its provider, the NICs of each side, and the memory to move."""
 
     what: str
     provider: str
@@ -74,7 +74,7 @@ def command(
     no_bench: NoBench = False,
     no_suites: NoSuites = False,
 ) -> None:
-    """Ask a device for what the docs claim of it, and write a report that can be sent back.
+    """Test on a device what the docs claim of it, and write a report that can be sent back.
 
     Both engines are on this machine. Exits with 1 if a check fails, and with 2 if nothing could be run.
     """
@@ -97,7 +97,7 @@ def _names(text: str) -> list[str] | None:
 
 
 def _subject(what: str, rails: list[str] | None, peer_rails: list[str] | None, over: str) -> Subject:
-    """Find out what there is to ask. `missing` says why there is nothing."""
+    """Return the device under test. If there is none, `missing` says why."""
     if what == "cuda":
         memory = gpu_memory()
         if isinstance(memory, str):
@@ -107,13 +107,13 @@ def _subject(what: str, rails: list[str] | None, peer_rails: list[str] | None, o
         ports = [port.name for port in read_ports() if port.up]
         if not ports:
             return Subject(what, what, None, None, HostMemory(), "this machine has no RDMA port that is up")
-        # Bytes between two devices cross a wire; of one alone the device sends to itself.
+        # Bytes between two devices cross a wire. A single device sends to itself.
         rails, peer_rails = ports[:1], peer_rails or ports[1:2] or ports[:1]
     return Subject(what, what, rails, peer_rails or rails, HostMemory())
 
 
 def prove(subject: Subject, checkout: Path | None, *, bench: bool, suites: bool) -> Iterator[Outcome]:
-    """Yield the outcome of each check, as soon as there is one."""
+    """Yield the outcome of each check when it ends."""
     reason = subject.missing
     for check in CHECKS:
         outcome = Outcome(check.name, check.claim, "not run", reason) if reason else anyio.run(_one, subject, check)
@@ -137,12 +137,12 @@ def prove(subject: Subject, checkout: Path | None, *, bench: bool, suites: bool)
 
 
 def _absent(outcome: Outcome) -> str:
-    """Return why nothing else can run either, if the first engine did not open."""
+    """Return why no other check can run, if the first engine did not open; else an empty string."""
     return outcome.detail if outcome.status == "not run" and outcome.detail.startswith(NO_ENGINE) else ""
 
 
 def _machine() -> dict[str, Any]:
-    """Ask a process of its own: libraries that were looked at and left stay known to libibverbs (`probe`)."""
+    """Describe the machine from a process of its own, because a library that was probed stays known to libibverbs."""
     program = f"import json; from {machine.__module__} import machine; print(json.dumps(machine()))"
     done = subprocess.run([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -154,7 +154,7 @@ NO_ENGINE = "no engine opens: "
 
 @contextlib.asynccontextmanager
 async def _world(subject: Subject) -> AsyncIterator[World]:
-    """Open two engines and connect them. Raises NotHere where none opens."""
+    """Open two engines and connect them. Raises NotHere if the first does not open."""
     async with contextlib.AsyncExitStack() as stack:
         if subject.what == "sim":
             fabric = stack.enter_context(Fabric(seed=1, rails=2))
@@ -175,7 +175,7 @@ async def _world(subject: Subject) -> AsyncIterator[World]:
 
 
 async def _one(subject: Subject, check: Check) -> Outcome:
-    """Run one check on engines of its own, so that what one broke is not in the way of the next."""
+    """Run one check on new engines, so that an engine that a check broke does not affect the next check."""
     started = time.monotonic()
     figures: dict[str, float] = {}
 

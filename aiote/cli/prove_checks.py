@@ -1,7 +1,7 @@
-"""The checks of `aiote prove` that need no checkout: the promises, asked of two engines on this machine's devices.
+"""The checks of `aiote prove` that need no checkout: they test the promises between two engines on this machine.
 
-A check takes a `World`, raises `Broken` where a promise is, and returns what it saw, with figures. It assumes nothing
-about speed: what is waited for is a condition, and the caller limits the time of each.
+A check takes a `World`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A check
+assumes no speed: it waits for conditions, and the caller limits the time of each check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BIG = 8 << 20
 FENCE = 0x5E771ED
 QUIET_S = 2.0
 BUSY = 0.5
-"""Of a core: an engine that spins uses all of it, one at rest next to nothing."""
+"""The share of a core: an engine that spins uses the whole core, one at rest hardly any."""
 
 
 class Broken(Exception):
@@ -41,7 +41,7 @@ class NotHere(Exception):
 
 @dataclass
 class World:
-    """Two connected engines, the memory that is moved, and how to start an engine like the second in a process."""
+    """Two connected engines, the memory to move, and the command that starts an engine like the second in a process."""
 
     left: aiote.Engine
     right: aiote.Engine
@@ -50,18 +50,18 @@ class World:
     figures: dict[str, float] = field(default_factory=dict)
 
     def target(self, size: int) -> tuple[Any, aiote.Region, aiote.RemoteRegion]:
-        """Return zeros of the right engine, registered, and what the left one makes of them."""
+        """Return an array of zeros of the right engine, its region, and the region as the left engine attaches it."""
         array = self.memory.filled(np.zeros(size, np.uint8))
         region = self.right.register(array)
         return array, region, self.left.attach(region.descriptor)
 
     def source(self, size: int, seed: int = 1) -> tuple[Any, aiote.Region]:
-        """Return bytes of the left engine, as random ones of a seed, and their region."""
+        """Return random bytes of a seed for the left engine, and their region."""
         data = np.random.default_rng(seed).integers(1, 256, size, np.uint8)
         return data, self.left.register(self.memory.filled(data))
 
     async def settle(self, times: int = 5) -> None:
-        """Go back and forth: what does not happen meanwhile does not happen."""
+        """Exchange immediates `times` times. An effect that has not occurred by then is taken not to occur."""
         with self.left.counter(FENCE) as here, self.right.counter(FENCE) as there:
             for _ in range(times):
                 await self.left.write_imm(None, self.right.address, FENCE)
@@ -71,7 +71,7 @@ class World:
 
 
 def expect(condition: object, text: str) -> None:
-    """Raise Broken unless something is so."""
+    """Raise Broken unless the condition holds."""
     if not condition:
         raise Broken(text)
 
@@ -229,7 +229,7 @@ async def leases(world: World) -> str:
 
 
 async def _line(process: anyio.abc.Process) -> str:
-    """Return what a process says first. Raises Broken where it ends without a word."""
+    """Return the first line of a process's output. Raises Broken if the process ends before it."""
     said = b""
     assert process.stdout is not None
     async for piece in process.stdout:
@@ -240,7 +240,7 @@ async def _line(process: anyio.abc.Process) -> str:
 
 
 async def _until_refused(engine: aiote.Engine, source: aiote.Region, remote: aiote.RemoteRegion) -> None:
-    """Write until that fails."""
+    """Write until a write fails."""
     while True:
         try:
             await engine.write(source, remote)
@@ -263,7 +263,8 @@ async def killed_peer(world: World) -> str:
             world.figures["seconds until the error"] = time.monotonic() - killed
             await source.aclose()
         finally:
-            # Not twice: to ask a process that has ended takes its status from who waits for it.
+            # Not after the kill above: reading `returncode` reaps an ended process, and the code that waits for it
+            # would miss its status.
             if not killed and process.returncode is None:
                 process.kill()
     await world.settle()
@@ -294,7 +295,7 @@ async def registration(world: World) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its name in the report, the claim in one sentence, and what asks for it."""
+    """One check: its name in the report, the claim in one sentence, and the function that tests it."""
 
     name: str
     claim: str

@@ -1,4 +1,4 @@
-"""The memory that `aiote prove` moves: this host's, or a GPU's, whose bytes are looked at through a copy."""
+"""The memory that `aiote prove` moves: this host's, or a GPU's, whose bytes are examined through a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CupyMemory", "HostMemory", "Memory", "TorchMemory", "gpu_memory"]
 
 
 class Memory(Protocol):
-    """Makes arrays of bytes, fills them and reads them back. `name` is what the report calls it."""
+    """Makes arrays of bytes, fills them and reads them back. `name` is its name in the report."""
 
     name: str
 
@@ -20,7 +20,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of NumPy."""
+    """Host memory in NumPy arrays."""
 
     name = "host"
 
@@ -35,7 +35,7 @@ class HostMemory:
 
 
 class CupyMemory:
-    """Memory of a GPU, by cupy. Every step ends with the device at rest, for aiote waits for no stream."""
+    """GPU memory in cupy arrays. Every method leaves the device idle, because aiote does not wait for any stream."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -56,7 +56,7 @@ class CupyMemory:
 
 
 class TorchMemory:
-    """Memory of a GPU, by torch."""
+    """GPU memory in torch tensors."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -76,7 +76,7 @@ class TorchMemory:
 
 
 def gpu_memory() -> Memory | str:
-    """Return memory of the GPU here, by cupy or else by torch; where neither reaches one, a sentence that says why."""
+    """Return memory of this machine's GPU by cupy, or else by torch. If neither reaches a GPU, return why, as text."""
     reasons = []
     try:
         import cupy
@@ -86,7 +86,7 @@ def gpu_memory() -> Memory | str:
         reasons.append("cupy finds no GPU")
     except ImportError:
         reasons.append("cupy is not installed")
-    except Exception as error:  # cupy's own, of a kind that is known only where cupy is
+    except Exception as error:  # cupy's own exception types are known only if cupy is installed
         reasons.append(f"cupy: {error}")
     try:
         import torch

@@ -1,4 +1,4 @@
-"""What `aiote prove` has found, as text and as JSON: the machine, each check, each figure."""
+"""The results of `aiote prove`, as text and as JSON: the machine, each check, each figure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ __all__ = ["FORMAT", "Outcome", "Report", "machine"]
 
 FORMAT = 1
 OTHERS = ("FI_", "IBV_", "CUDA_", "RDMA_VM")
-"""How variables of libraries begin that change what is measured."""
+"""Prefixes of environment variables that change how libraries behave, and so the results."""
 Status = Literal["passed", "failed", "not run"]
 LIBRARIES = ("anyio", "cupy-cuda12x", "cupy-cuda13x", "msgspec", "numpy", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one check. `detail`: what was seen, why it failed, or why it was not run; `figures` have units."""
+    """The result of one check. `detail`: the observation, or why it failed or was not run; names in `figures` have
+    units.
+    """
 
     name: str
     claim: str
@@ -39,7 +41,7 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
-        """Return it as it is printed."""
+        """Return the outcome as one line of text."""
         figures = "".join(f"; {name} {value:.4g}" for name, value in self.figures.items())
         told = f": {self.detail}" if self.detail else ""
         return f"{self.status:8} {self.name:20} {self.claim}{told}{figures}"
@@ -47,7 +49,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Report:
-    """All of one run. `missing` says why there was nothing to run on, where that is so."""
+    """The results of one run. `missing` says why there was no device, or is empty."""
 
     what: str
     provider: str
@@ -57,29 +59,29 @@ class Report:
     missing: str = ""
 
     def count(self, status: Status) -> int:
-        """Return how many checks ended so."""
+        """Return how many checks ended with a status."""
         return sum(outcome.status == status for outcome in self.outcomes)
 
     @property
     def exit_status(self) -> int:
-        """1 where a check failed, 2 where none passed, for then nothing is proven; else 0."""
+        """1 if a check failed, 2 if no check passed, because then there is no proof; else 0."""
         return 1 if self.count("failed") else 0 if self.count("passed") else 2
 
     def conclusion(self) -> str:
-        """Return the last line."""
+        """Return the last line of the report."""
         counted = ", ".join(f"{self.count(each)} {each}" for each in ("passed", "failed", "not run"))
         verdict = {0: "PROVEN as far as it was run", 1: "FAILED", 2: "NOTHING PROVEN"}[self.exit_status]
         return f"{self.what}: {verdict}: {counted}" + (f" ({self.missing})" if self.missing else "")
 
     def text(self) -> str:
-        """Return it for people."""
+        """Return the report as text."""
         facts = [f"{name}: {value}" for name, value in self.machine.items() if not isinstance(value, list)]
         findings = [f"doctor: {each['level']}: {each['what']}" for each in self.machine["doctor"]]
         lines = [f"aiote prove {self.what}, {self.started}, provider {self.provider}", *facts, *findings, ""]
         return "\n".join([*lines, *(outcome.line() for outcome in self.outcomes), "", self.conclusion(), ""])
 
     def write(self, path: Path) -> Path:
-        """Write the JSON there and the text beside it; return the text's path."""
+        """Write the JSON to `path` and the text beside it; return the text's path."""
         told = {
             "format": FORMAT,
             **dataclasses.asdict(self),
@@ -93,7 +95,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the results depend on: processor, kernel, versions, devices, and what `aiote doctor` says."""
+    """Return what the results depend on: processor, kernel, versions, devices, and the findings of `aiote doctor`."""
     facts = gather(library=aiote.EngineConfig().libfabric)
     return {
         "host": socket.gethostname(),
@@ -111,7 +113,7 @@ def machine() -> dict[str, Any]:
 
 
 def now() -> str:
-    """Return the time, as the report has it."""
+    """Return the current UTC time in the report's format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

@@ -1,4 +1,4 @@
-"""What `aiote prove` runs as others do: the tests of a checkout by pytest, and the benchmarks by `aiote bench`."""
+"""The parts of `aiote prove` that run as child processes: a checkout's tests by pytest, benchmarks by `aiote bench`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUITES = {
     "adversity-suite": ("it does so while peers and rails fail", ("tests/failure",)),
     "gpu-suite": ("the kernels compute on a GPU what they do on the host", ("tests",)),
 }
-"""By the name in the report: the claim, and the folders."""
+"""The claim and the folders of each suite, by its name in the report."""
 GPU_SUITE = "gpu-suite"
 NO_TESTS = 5  # pytest's status
 BENCHED = {"write": "64K,1M", "read": "64K", "latency": "8", "pages": "4K"}
@@ -36,7 +36,7 @@ def checkout_here() -> Path | None:
 
 
 def suite(name: str, checkout: Path | None, provider: str, more: Sequence[str] = ()) -> Outcome:
-    """Run one suite's tests over a provider; where there is none to run, the outcome says why."""
+    """Run the tests of one suite over a provider; if there are none to run, the outcome says why."""
     claim, folders = SUITES[name]
     about = ("-m", "needs_gpu") if name == GPU_SUITE else ("--prove", provider)
     if checkout is None:

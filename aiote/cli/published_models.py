@@ -1,7 +1,8 @@
 """Layouts and recipes of two published weight updates: Qwen3-235B on 128 -> 32 ranks, Kimi-K2 on 256 -> 128.
 
-Shapes are those of the models' configurations. Trainers hold bf16 (FSDP2, experts by name over expert-parallel ranks,
-pipeline stages), inference ranks fp8 with fp32 scales of 128x128 blocks, experts stacked by rank, the rest whole.
+Shapes come from the models' configurations. Trainers hold bf16 (FSDP2, experts by name over expert-parallel ranks,
+pipeline stages). Inference ranks hold fp8 with fp32 scales of 128x128 blocks, experts stacked by rank, and whole
+tensors otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Placements = tuple[Replicate | Shard, ...]
 
 @dataclass
 class Model:
-    """Collects the tensors of a model, layer by layer."""
+    """Collect the tensors of a model, layer by layer."""
 
     sources: dict[str, Tensor] = field(default_factory=dict)
     targets: dict[str, Tensor] = field(default_factory=dict)
@@ -45,12 +46,12 @@ class Model:
         return name
 
     def same(self, name: str, shape: Shape, mesh: Mesh, everywhere: Mesh, dtype: str = "BF16") -> None:
-        """Add a tensor that all inference ranks have as it is."""
+        """Add a tensor that all inference ranks hold unchanged."""
         self.sources[name] = Tensor.over(shape, dtype, mesh, (Shard(0),))
         self.targets[name] = Tensor.over(shape, dtype, everywhere, (Replicate(),))
 
     def dense(self, name: str, rows: dict[str, int], columns: int, mesh: Mesh, everywhere: Mesh) -> None:
-        """Add a quantized matrix that all inference ranks have, fused of some with so many rows each."""
+        """Add a quantized matrix that all inference ranks hold, fused of tensors with the given numbers of rows."""
         parts = [self.source(part, (count, columns), mesh) for part, count in rows.items()]
         self.quantized(name, cat(*parts), (sum(rows.values()), columns), everywhere, (Replicate(),))
 
@@ -70,7 +71,7 @@ class Model:
         mesh: Mesh,
         placements: Placements,
     ) -> None:
-        """Add a layer's experts, of which each of `meshes` trains an equal share."""
+        """Add the experts of a layer. Each of `meshes` trains an equal share of them."""
         each = count // len(meshes)
         parts: dict[str, list[str]] = {"gate": [], "up": [], "down": []}
         for e in range(count):
@@ -111,9 +112,9 @@ def qwen3_235b(layers: int = 94) -> Model:
 def kimi_k2(
     expert_ranks: int = 64, layers: int = 61, *, trainers: int = 256, targets: int = 128, trained_by: int = 8
 ) -> Model:
-    """Kimi-K2: PP16 of 16 ranks (EP8 x FSDP2 for experts) -> 128 ranks in EP of `expert_ranks`, all else whole.
+    """Kimi-K2: PP16 of 16 ranks (EP8 x FSDP2 for experts) -> 128 ranks in EP of `expert_ranks`, other tensors whole.
 
-    With more trainers each of the 16 stages has more; `trained_by` is the EP of its experts.
+    With more trainers, each of the 16 stages has more ranks; `trained_by` is the expert parallelism of its experts.
     """
     model, hidden, everywhere = Model(), 7168, Mesh.of(range(targets))
     replicas = Mesh.of(np.arange(targets).reshape(-1, expert_ranks))

@@ -1,4 +1,4 @@
-"""What a run looks like to people and to programs: progress on standard error, results on standard output."""
+"""The output of a run of the demo: progress on standard error, results on standard output, as text or as a dict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Summary:
 
     @property
     def ttft_s(self) -> tuple[float, float]:
-        """Return the medians of the times to first token: in one process, disaggregated."""
+        """The medians of the times to first token: in one process, disaggregated."""
         return (
             statistics.median(reference.ttft_s for reference in self.references),
             statistics.median(trace.first_s - trace.asked_s for trace in self.result.traces),
@@ -47,7 +47,7 @@ class Summary:
 
     @property
     def elapsed_s(self) -> tuple[float, float]:
-        """Return the times from the first request's admission to the last token: in one process, disaggregated."""
+        """The times from the first request's admission to the last token: in one process, disaggregated."""
         traces = self.result.traces
         return (
             max(reference.finished_s for reference in self.references),
@@ -56,12 +56,12 @@ class Summary:
 
     @property
     def pages(self) -> int:
-        """Return how many pages were written."""
+        """The number of pages that were written."""
         return sum(trace.pages for trace in self.result.traces)
 
     @property
     def gib_per_s(self) -> float:
-        """Return the bytes written by the time in which at least one write was in flight, on the prefiller's clock."""
+        """The written bytes by the time in which at least one write was in flight, on the prefiller's clock."""
         report = self.result.reports["prefill"]
         return report.bytes / max(report.busy_s, 1e-9) / 2**30
 

@@ -1,7 +1,7 @@
 """The command `aiote top`: the engines of this user on this host, live.
 
-It reads the pages that engines write once a second (aiote/observe/status_page.py), and computes rates from two of
-them. It asks the engines nothing, so a busy or stopped one is shown as it was, with the age of what is known.
+It reads the pages that engines write once a second (aiote/observe/status_page.py), and computes rates from two of them.
+It does not contact the engines. So it shows a busy or stopped engine by its last page, with the page's age.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Count = Annotated[int, typer.Option("--count", min=0, help="End after so many lo
 
 
 class Rates:
-    """What was seen last of each engine, and the rates since the page before it."""
+    """The last two pages of each engine, and the rates between them."""
 
     def __init__(self) -> None:
         self._pages: dict[tuple[int, str], list[Status]] = {}
 
     def look(self, seen: Iterable[Status]) -> list[dict[str, Any]]:
-        """Take in the pages as they are now, and return what is to be shown of each engine."""
+        """Record the current pages, and return what to show of each engine."""
         found = {(status.pid, status.address): status for status in seen}
-        # An engine writes a page a second: between two looks there may be no new one, and the last rate stays.
+        # An engine writes a page each second. If there is no new one between two looks, the last rate stays.
         self._pages = {key: _latest(self._pages.get(key, []), status) for key, status in found.items()}
         return [_shown(known) for _, known in sorted(self._pages.items())]
 
@@ -92,7 +92,7 @@ def _shown(known: list[Status]) -> dict[str, Any]:
 
 
 def picture(engines: list[dict[str, Any]]) -> RenderableType:
-    """Draw what is known of engines."""
+    """Draw the engines."""
     if not engines:
         return Text("no engine of this user runs on this host (or their setting status_page is off)", style="dim")
     return Group(*(part for engine in engines for part in (_heading(engine), _rails(engine), _below(engine))))
@@ -144,7 +144,7 @@ def _below(engine: dict[str, Any]) -> Text:
 
 
 def _brief(program: str) -> str:
-    """Name a program as people do: by its script, without the interpreter."""
+    """Return a program's short name: its script, without the interpreter."""
     words = program.split()
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
@@ -161,7 +161,7 @@ def _place(address: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text from a page without what a terminal would obey."""
+    """Replace the characters that a terminal would obey in a text from a page."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
@@ -185,7 +185,7 @@ def _bytes(count: float) -> str:
 
 
 def command(as_json: AsJson = False, once: Once = False, interval: Interval = 1.0, count: Count = 0) -> None:
-    """Show the engines of this user on this host: rails, peers, GiB/s, what is under way, what stands still."""
+    """Show the engines of this user on this host: rails, peers, GiB/s, transfers in flight, engines that stall."""
     rates, looks = Rates(), 2 if once else count
     try:
         if as_json:

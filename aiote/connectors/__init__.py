@@ -1,9 +1,9 @@
-"""Connectors: thin glue by which other projects use aiote without being patched. See docs/connectors.md.
+"""Connectors: thin glue that lets other projects (hosts) use aiote without patches. See docs/connectors.md.
 
-Each module imports its host, and only the host's processes import it: `verl` is the module that verl's
-`custom_backend_module` names, `vllm` holds what vLLM finds by its entry point, `torch` what torch does; `ray` is
-imported by a program that uses Ray, `vllm_moe` by one that builds layers of vLLM's experts. What updates of weights
-share knows no host: `buckets` (pure) and `broadcast` (coroutines on an engine); `host` runs these on the process's
+Each module imports its host, and only the host's processes import the module. verl imports `verl`, which its
+`custom_backend_module` names; vLLM finds `vllm`, and torch finds `torch`, by their entry points. A program that uses
+Ray imports `ray`; a program that builds layers of vLLM's experts imports `vllm_moe`. The parts that weight updates
+share know no host: `buckets` (pure) and `broadcast` (coroutines on an engine); `host` runs these on the process's
 bridge.
 """
 

@@ -1,26 +1,28 @@
 """Tensors from one or several senders to every receiver, by one-sided writes into the receivers' buckets.
 
-A receiver asks each sender for an update by a call that lasts as long as the update and whose items describe buckets.
-The bytes do not go by it: the sender writes them into the receiver's memory, with an immediate for each of its slots.
+A receiver requests an update from each sender by a call that lasts as long as the update and whose items describe
+buckets. The call does not carry the bytes: the sender writes them into the receiver's memory, with one immediate for
+each of the receiver's slots.
 
     sender                                   receiver
        | <---------- take(update, offer) ------ |    where its slots are, and their immediates
        | ----------- Begun(credits) ----------> |
        | =========== write, immediate ========> |    bucket b into slot b mod slots
        | ----------- Bucket(b, pieces) -------> |
-       | <========== an immediate alone ======= |    the slot of bucket b is free: nobody uses its tensors any more
+       | <========== an immediate alone ======= |    the slot of bucket b is free: its tensors are no longer used
        | ----------- Ended(digest) -----------> |
        | <========== an immediate alone ======= |    all senders have ended with the same digest
 
-No receiver passes anything on. With n senders bucket b is sender b mod n's, so each sends 1/n of the bytes to each
-receiver: a NIC carries the receivers' number / n times the update, at worst, which with as many senders as receivers is
-the least that is possible. A chain would do that with one sender; but there each rank's end is every later rank's end.
+Receivers do not forward data. With n senders, sender b mod n sends bucket b, so each sender sends 1/n of the bytes to
+each receiver. The busiest NIC carries the update (number of receivers / n) times; with as many senders as receivers
+that is the least possible. A chain of receivers would achieve it with one sender, but the failure of a rank in the
+chain would end the update for every later rank.
 
-The call's end is the update's: a sender or a receiver that dies, is cancelled or fails ends it on the other side, too,
-and a sender that lost a receiver ends all others' calls. Receivers that do not ask within `connect_timeout` of the
-sender's first tensor end it, too. A receiver that fails says why before it ends its calls. When `Incoming.aclose` has
-returned, no sender writes into its slots any more: each call has ended at its sender, writes included, or the
-connection has.
+The end of the call is the end of the update. A sender or a receiver that dies, is cancelled or fails ends it on the
+other side as well, and a sender that lost a receiver ends the calls of all others. The sender also ends the update if
+receivers do not request it within `connect_timeout` of the sender's first tensor. A receiver that fails reports the
+reason before it ends its calls. When `Incoming.aclose` has returned, no sender writes into its slots any more: at each
+sender the call has ended, including its writes, or the connection has ended.
 """
 
 from __future__ import annotations
@@ -47,20 +49,20 @@ T = TypeVar("T")
 Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
 Name: TypeAlias = Annotated[str, Meta(max_length=1024)]
 PROGRESS_S = 600.0
-"""A receiver that lives, and frees no slot for so long, is given up, and the update with it."""
+"""Seconds after which a receiver that lives, but frees no slot, ends the update."""
 STAGED = 2
-"""Buckets that a sender fills and writes by turns."""
+"""The number of buckets that a sender fills and writes in turn."""
 DECLINED = "it ended the update before it had all of it"
 MOST_TEXT = 2000
-"""Characters of what a receiver says."""
+"""The most characters that a sender keeps of a receiver's reason."""
 
 
 class UpdateError(aiote.AioteError):
-    """An update of weights ended before every receiver had all of it; the text says which rank failed, and why."""
+    """An update of weights ended before every receiver had all of it. The text names the rank that failed, and why."""
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A receiver's slots: memory of as many times `bucket_bytes` as there are immediates."""
+    """A receiver's slots: memory of `bucket_bytes` for each slot, and an immediate for each."""
 
     descriptor: Annotated[bytes, Meta(max_length=4096)]
     bucket_bytes: Size
@@ -68,29 +70,32 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The immediate by which the receiver tells that a slot is free."""
+    """The first item of a call: the immediate with which the receiver reports a free slot to this sender."""
 
     credits: Immediate
 
 
 class Feed(service.Service):
-    """What senders serve."""
+    """The service of senders."""
 
     name = "aiote.connectors.Feed"
 
     @service.method(raises=[UpdateError])
     def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
-        """Have this sender's buckets of an update written into slots, each described when it has been written."""
+        """Make this sender write its buckets of an update into slots; yield each bucket's description once written.
+
+        Raises UpdateError if the update fails, or is not in progress here for the caller.
+        """
         raise NotImplementedError
 
     @service.method(idempotent=True)
     async def decline(self, update: Name, reason: str = DECLINED) -> None:
-        """Tell this sender, which waits for all its receivers, that the caller will not take an update, and why."""
+        """Tell this sender that the caller will not take an update, and why; the sender waits for all its receivers."""
         raise NotImplementedError
 
 
 class Exchange(Feed):
-    """A process's updates on their way out, by name; served on its engine."""
+    """A process's outgoing updates, by name; served on its engine."""
 
     name = Feed.name
 
@@ -112,12 +117,12 @@ class Exchange(Feed):
 
 
 class Outgoing:
-    """One sender's part of an update. `run` lives as long as the update; meanwhile the host fills buckets.
+    """One sender's part of an update. `run` lasts as long as the update; meanwhile the host fills buckets.
 
-    For each bucket that is this sender's (`number % senders == index`), in order: `await room(number)`, fill the memory
-    from `place(number)` on, `await put(bucket)`. Then `await finish(ended)`, and `run` returns when each of so many
-    `receivers` has everything. All of them raise UpdateError as soon as a receiver is lost, or has not asked for the
-    update `connect_timeout` after the first of these calls; `fail` makes them.
+    For each bucket of this sender (`number % senders == index`), in order, the host awaits `room(number)`, fills the
+    memory from `place(number)` on, and awaits `put(bucket)`. Then it awaits `finish(ended)`, and `run` returns when all
+    `receivers` have everything. All of these raise UpdateError as soon as a receiver is lost, or has not requested the
+    update within `connect_timeout` of the host's first call, or after `fail`.
     """
 
     def __init__(
@@ -132,10 +137,10 @@ class Outgoing:
         senders: int = 1,
         addresses: Sequence[str] = (),
     ) -> None:
-        """Announce it.
+        """Announce the update.
 
-        staging: two buckets of registered memory. addresses: the only receivers that can take the update, or end it.
-        They are watched from the beginning on; others from when they ask for it.
+        staging: two buckets of registered memory. addresses: if given, the only receivers that may take the update, or
+        decline it; the sender watches them from the beginning. It watches other receivers from their request on.
         """
         self.engine, self.update, self.receivers = engine, update, receivers
         self.index, self.senders = index, senders
@@ -155,22 +160,22 @@ class Outgoing:
         exchange.outgoing[update] = self
 
     def is_for(self, address: aiote.Address) -> bool:
-        """Whether an engine is one of its receivers, as far as they are known."""
+        """Return whether an engine may be a receiver of this update: one of `addresses`, or any engine without them."""
         return not self._identities or address.identity in self._identities
 
     def place(self, number: int) -> int:
-        """Return the byte of the staging memory at which a bucket begins."""
+        """Return the offset of a bucket in the staging memory."""
         return number // self.senders % STAGED * self.bucket_bytes
 
     async def room(self, number: int) -> None:
-        """Wait until the staging memory of a bucket is free: every receiver has what it held before."""
+        """Wait until the staging memory of a bucket is free, because every receiver has its previous content."""
         before = number // self.senders - STAGED
         await self._until(lambda: before < 0 or self._written.get(before) == self.receivers)
         self._written.pop(before, None)
         self._buckets.pop(before, None)
 
     async def put(self, bucket: Bucket) -> None:
-        """Have a bucket written to every receiver; does not wait for that."""
+        """Queue a bucket for writing to every receiver; do not wait for the writes."""
         await self._until(lambda: True)
         turn = bucket.number // self.senders
         self._written[turn] = 0
@@ -178,13 +183,13 @@ class Outgoing:
         self._changed.ring()
 
     async def finish(self, ended: Ended) -> None:
-        """Say that there are no more buckets, of any sender."""
+        """Announce that no sender has more buckets."""
         await self._until(lambda: True)
         self._ended = ended
         self._changed.ring()
 
     def fail(self, reason: str) -> None:
-        """End the update for all: receivers are told the reason, once what is being written has drained."""
+        """End the update for all; receivers learn the reason once the writes in flight have drained."""
         if self.error is None and len(self._complete) < self.receivers:
             self.error = reason
             for scope in self._scopes:
@@ -192,9 +197,9 @@ class Outgoing:
             self._changed.ring()
 
     async def run(self) -> None:
-        """Return when every receiver has everything; raise UpdateError for what kept one from it.
+        """Return when every receiver has everything; raise UpdateError if one failed.
 
-        Nothing is read from the staging memory any more when this has ended. Cancelled, it fails for all receivers.
+        Once this has ended, no write reads the staging memory any more. Cancelling it ends the update for all.
         """
         try:
             async with anyio.create_task_group() as group:
@@ -214,7 +219,7 @@ class Outgoing:
             raise UpdateError(self.error)
 
     async def _all_come(self) -> None:
-        """Fail when receivers do not ask for the update in time."""
+        """End the update if receivers do not request it in time."""
         while not self._begun:
             await self._changed.wait()
         timeout = self.engine.config.connect_timeout
@@ -235,7 +240,7 @@ class Outgoing:
             await self._changed.wait()
 
     async def _watch(self, address: str) -> None:
-        """Fail when a receiver cannot be reached, or is lost."""
+        """End the update if a receiver cannot be reached, or is lost."""
         try:
             peer = await self.engine.connect(address)
         except aiote.AioteError as error:
@@ -257,7 +262,7 @@ class Outgoing:
     # One receiver.
 
     async def feed(self, offer: Offer, peer: aiote.Peer) -> AsyncIterator[Begun | Bucket | Ended]:
-        """Write all buckets into a receiver's slots; the items are its call's."""
+        """Write all buckets into a receiver's slots; yield the items of its call. Raises UpdateError."""
         address = str(peer.address)
         if len(self._came) == self.receivers:
             raise UpdateError(
@@ -284,7 +289,7 @@ class Outgoing:
                     yield bucket
                 assert self._ended is not None
                 yield self._ended
-                # One for each slot that is still to be freed, and one for the end.
+                # Wait for one immediate for each slot that is still in use, and for one for the end.
                 due = min(turn, len(offer.immediates) // self.senders) + 1
                 await self._in_time(partial(credits.wait, due))
                 self._complete.append(address)
@@ -299,7 +304,7 @@ class Outgoing:
             self._changed.ring()
 
     async def _due(self, turn: int) -> Bucket | None:
-        """Wait for this sender's next bucket; None when there are no more."""
+        """Wait for this sender's next bucket; return None if there are no more."""
         await self._until(lambda: turn in self._buckets or self._ended is not None)
         return self._buckets.get(turn)
 
@@ -310,14 +315,14 @@ class Outgoing:
             await self.engine.write_imm(self._staging[start : start + bucket.nbytes], target, offer.immediates[slot])
 
     async def _in_time(self, step: Callable[[], Awaitable[object]]) -> None:
-        """Do what waits for a receiver's progress. Raises UpdateError where there is none for `PROGRESS_S`."""
+        """Run a step that depends on a receiver's progress. Raises UpdateError after `PROGRESS_S` without any."""
         with anyio.move_on_after(PROGRESS_S) as late:
             await self._unless_failed(step)
         if late.cancelled_caught:
             raise UpdateError(f"it has made no progress for {PROGRESS_S:.0f} s")
 
     async def _unless_failed(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Do what may take as long as a peer; a failure interrupts it."""
+        """Run a step that may wait for a peer. A failure of the update cancels the step and raises UpdateError."""
         if self.error is None:
             with anyio.CancelScope() as scope:
                 self._scopes.add(scope)
@@ -329,21 +334,22 @@ class Outgoing:
 
 
 class Incoming:
-    """An update on its way into one receiver's slots.
+    """One receiver's part of an update.
 
-    `await next()` returns bucket after bucket, whose bytes lie from `place(bucket.number)` on until the next call, then
-    None. `await aclose()`, in every case: then no sender writes into the slots any more. It ends a `next` under way.
+    `await next()` returns the buckets in order, then None. A bucket's bytes begin at `place(bucket.number)`, and are
+    valid until the next call. The receiver must always `await aclose()`: after it no sender writes into the slots any
+    more. It ends a `next` in progress.
     """
 
     def __init__(
         self, engine: aiote.Engine, update: str, senders: Sequence[str], slots: aiote.Region, bucket_bytes: int
     ) -> None:
-        """Prepare it. senders: their addresses, in the order of their numbers."""
+        """Prepare the requests. senders: their addresses, in the order of their numbers."""
         self.engine, self.update, self.senders = engine, update, tuple(senders)
         self.bucket_bytes = bucket_bytes
         count = slots.nbytes // bucket_bytes
         named = all(not aiote.Address.parse(address).is_anyone for address in self.senders)
-        # A host and a port do not say yet which engine the sender is.
+        # An address with only a host and a port does not identify the sender's engine yet.
         self._block = engine.reserve_immediates(count, self.senders if named else None)
         self._counters = [engine.counter(self._block[number]) for number in range(count)]
         offer = Offer(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])
@@ -356,13 +362,13 @@ class Incoming:
         self._left = Bell()
 
     def place(self, number: int) -> int:
-        """Return the byte of the slots' memory at which a bucket begins."""
+        """Return the offset of a bucket in the slots' memory."""
         return number % len(self._counters) * self.bucket_bytes
 
     async def next(self) -> Bucket | None:
-        """Give the bucket before this back to its sender, and wait for the next; None when there are no more.
+        """Return the previous bucket's slot to its sender, and wait for the next bucket; return None after the last.
 
-        Cancelled, or when this has raised, the update cannot go on. Raises UpdateError.
+        After a cancellation or an error the update cannot continue. Raises UpdateError.
         """
         if not self._closed:
             with anyio.CancelScope() as self._scope:
@@ -392,11 +398,11 @@ class Incoming:
         return item
 
     async def aclose(self, reason: str = "") -> None:
-        """End it, and return when no sender writes into the slots any more. Idempotent.
+        """End the update, and return when no sender writes into the slots any more. Idempotent.
 
-        reason: the failure of this receiver, if there is one; senders whose update is not over are told it.
-        Senders that have not heard of this receiver are told in any case. That takes up to `heartbeat_timeout` for dead
-        ones.
+        reason: the failure of this receiver, if there is one; it is reported to senders unless the update has ended.
+        Senders that this receiver's request has not reached are told in any case. For dead senders this takes up to
+        `heartbeat_timeout`.
         """
         self._closed = True
         if self._scope is not None:
@@ -431,7 +437,7 @@ class Incoming:
             await self._left.wait()
 
     async def _begin(self) -> None:
-        """Ask all senders at once: each waits for its receivers."""
+        """Send the requests to all senders concurrently, because each sender waits for all its receivers."""
 
         async def ask(number: int) -> None:
             item = await self._item(number)
@@ -447,14 +453,14 @@ class Incoming:
             raise next((one for one in errors.exceptions if isinstance(one, UpdateError)), errors) from None
 
     async def _credit(self, sender: int) -> None:
-        """Tell a sender that a slot of its is free, or that all went well."""
+        """Report to a sender that one of its slots is free, or that the update succeeded."""
         try:
             await self.engine.write_imm(None, self.senders[sender], self._credits[sender])
         except aiote.AioteError as error:
             raise self._error(sender, str(error)) from error
 
     async def _item(self, sender: int) -> Begun | Bucket | Ended | None:
-        """Return the next item of a sender's call, None at its end."""
+        """Return the next item of a sender's call, None at its end. Raises UpdateError, which names the sender."""
         try:
             item: Begun | Bucket | Ended | None = await anext(self._streams[sender], None)
         except aiote.AioteError as error:
@@ -462,7 +468,7 @@ class Incoming:
         return item
 
     async def _end(self, number: int, ended: Ended) -> None:
-        """Check that all senders have ended with the same tensors, and let them end."""
+        """Check that all senders have ended with the same tensors, report success to them, and wait for their ends."""
         for other in range(len(self.senders)):
             item = ended if other == number else await self._item(other)
             if item != ended or ended.buckets != self._number:

@@ -1,8 +1,8 @@
-"""How a stream of tensors is laid into buckets, and taken out of them again; pure.
+"""The layout of a stream of tensors in buckets, for senders and receivers. Pure.
 
-Senders that iterate over the same tensors lay them out alike without a word between them: so bucket b can be sender
-b mod n's to fill and to write, and the receivers still have one stream, in order. A tensor that fits into a bucket lies
-in one piece, where the receiver uses it in place. A larger one is split, and put together at the receiver.
+Senders that iterate over the same tensors compute the same layout without communicating. Therefore sender b mod n can
+fill and write bucket b, and the receivers still get one stream, in order. A tensor that fits into a bucket is in one
+piece, which the receiver uses in place. A larger tensor is split, and the receiver joins its pieces.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 47)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 
 ALIGNMENT = 64
-"""Pieces begin at multiples of a cache line, which is enough for every dtype."""
+"""Pieces begin at multiples of a cache line, which is aligned enough for every dtype."""
 MOST_PIECES = 4096
-"""In a bucket: their description travels as one message."""
+"""The most pieces in a bucket, because their description travels as one message."""
 LARGEST_BUCKET = 64 << 20
-"""A receiver begins with a bucket when it is full; larger ones save nothing and delay the first."""
+"""A receiver starts on a bucket once it is full, so larger buckets would delay the first one, and save no time."""
 SMALLEST_BUCKET = 1 << 20
 
 
 def slots_of(bucket_bytes: int, senders: int) -> tuple[int, int]:
-    """Return how many buckets a receiver has for this many senders, and their size.
+    """Return how many buckets a receiver has for this many senders, and their size in bytes.
 
-    Two for each sender, so that it fills one while another is read, within twice `bucket_bytes` in all.
+    Each sender has two, so that it fills one while the receiver reads the other. Together they have at most twice
+    `bucket_bytes`, unless a bucket would be smaller than SMALLEST_BUCKET.
     """
     size = min(bucket_bytes, max(bucket_bytes // senders, SMALLEST_BUCKET), LARGEST_BUCKET)
     return 2 * senders, max(size // ALIGNMENT, 1) * ALIGNMENT
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a tensor in a bucket: `length` from its byte `start` on, at the bucket's byte `offset`."""
+    """Bytes of a tensor in a bucket: `length` of them, from the tensor's byte `start` on, at the bucket's `offset`."""
 
     name: Text
     dtype: Text
@@ -53,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bucket(msgspec.Struct, frozen=True, tag=True):
-    """What lies in a bucket, of which `nbytes` are written. Numbers count all buckets of an update, from 0."""
+    """The content of a bucket. Its first `nbytes` are written. Numbers count all buckets of an update, from 0."""
 
     number: Size
     nbytes: Size
@@ -61,7 +62,7 @@ class Bucket(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """There are no more: what an update was in all. The digest is of the names, dtypes and shapes in their order."""
+    """The end of an update, with its totals. The digest covers the names, dtypes and shapes in their order."""
 
     buckets: Size
     tensors: Size
@@ -69,7 +70,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Splitter:
-    """Lays tensors into buckets of a size, one after the other."""
+    """Assigns tensors to buckets of one size, one after the other."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -96,22 +97,22 @@ class Splitter:
                 return
 
     def ended(self) -> Ended:
-        """Return what all tensors were."""
+        """Return the totals of all tensors so far."""
         return Ended(self._number + 1 if self._tensors else 0, self._tensors, self._digest.digest())
 
 
 class Joiner:
-    """Puts tensors together that are split. `add` is called with every piece, in order."""
+    """Joins the pieces of split tensors. The receiver calls `add` with every piece, in order."""
 
     def __init__(self) -> None:
         self._piece: Piece | None = None
         self._bytes: Bytes | None = None
 
     def add(self, piece: Piece, bucket: Bytes) -> tuple[Bytes | None, tuple[Bytes, Bytes] | None]:
-        """Return the tensor's bytes if this piece is its last, and what has to be copied before: to where, from where.
+        """Return the tensor's bytes if this piece is its last, else None, and the copy to make first: (target, source).
 
-        Of a tensor in one piece the bytes are the bucket's own. Raises ValueError for a piece that does not continue
-        the tensor before it.
+        The bytes of a tensor in one piece are the bucket's own, without a copy. Raises ValueError for a piece that does
+        not continue the unfinished tensor, and for a tensor that is too large for this process's memory.
         """
         part = bucket[piece.offset : piece.offset + piece.length]
         if len(part) != piece.length:
@@ -135,12 +136,12 @@ class Joiner:
 
     @property
     def unfinished(self) -> str:
-        """The name of the tensor that more pieces are due of, or an empty one."""
+        """The name of the tensor that lacks pieces, or an empty string."""
         return self._piece.name if self._piece is not None else ""
 
 
 def same(piece: Piece, other: Piece) -> bool:
-    """Tell whether two pieces are of one tensor."""
+    """Return whether two pieces belong to one tensor."""
 
     def of(one: Piece) -> Any:
         return one.name, one.dtype, one.shape, one.nbytes

@@ -1,7 +1,8 @@
-"""What connectors share: this process's part in updates, and what turns tensors into buckets and back.
+"""Shared by the connectors: this process's role in a weight update, and the conversion between tensors and buckets.
 
-Coroutines here run on the bridge. A host that awaits gives them to `bridge.run`, one that does not to `bridge.call`;
-its own code, which yields tensors or loads them, stays in its own thread. torch is not imported before a host did.
+Coroutines here run on the bridge. An asynchronous host passes them to `bridge.run`, a synchronous one to `bridge.call`.
+The host's own code, which yields or loads tensors, stays in its own thread. This module never imports torch; it uses
+the torch that the host has imported.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["Copy", "Party", "Receiving", "Sending", "Step", "party"]
 
 LARGE = 1 << 20
-"""So many bytes are copied in a thread by hosts that await: 50 us, and a whole bucket takes 10 ms."""
+"""From this many bytes on, asynchronous hosts copy in a thread: this size takes 50 us, a whole bucket takes 10 ms."""
 
 
 class Copy:
-    """A copy that has to be made; call it, in any thread."""
+    """A copy that the host has to make, by calling it in any thread."""
 
     def __init__(self, target: Bytes, source: Bytes) -> None:
         self._target, self._source = target, source
@@ -44,16 +45,16 @@ class Copy:
 
 
 Step: TypeAlias = Coroutine[Any, Any, None] | Copy
-"""What has to be done next: a coroutine on the bridge, or a copy."""
+"""The next step for the host: a coroutine to run on the bridge, or a copy to make."""
 
 _party: tuple[int, Party] | None = None
 _lock = threading.Lock()
 
 
 def party(**settings: Any) -> Party:
-    """Return this process's part in updates, made by the first who asks; settings are those of `bridge.acquire`.
+    """Return this process's `Party`; the first call makes it. settings are those of `bridge.acquire`.
 
-    Raises UsageError for other settings than it was made with.
+    Raises UsageError if a later call gives other settings.
     """
     global _party
     with _lock:
@@ -65,14 +66,14 @@ def party(**settings: Any) -> Party:
 
 
 class Memory:
-    """Registered bytes."""
+    """Memory and its registration."""
 
     def __init__(self, content: Bytes, registration: bridges.Registration) -> None:
         self.bytes, self.registration = content, registration
 
 
 class Party:
-    """The bridge, the service by which receivers ask for updates, and registered memory, kept for the next update."""
+    """A process's role in updates: the bridge, the service for receivers' requests, and memory for the next update."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -101,7 +102,7 @@ class Party:
             await anyio.sleep_forever()
 
     async def borrow(self, nbytes: int, access: Literal["local", "write"]) -> Memory:
-        """Return registered memory of this size, that of an earlier update where there is some."""
+        """Return registered memory of this size; reuse the memory of an earlier update if it has this size."""
         memory = self._free.pop(access, None)
         if memory is not None:
             if len(memory.bytes) == nbytes:
@@ -114,13 +115,13 @@ class Party:
         return Memory(content, await self.bridge.register_async(content, access))
 
     async def give_back(self, memory: Memory, access: Literal["local", "write"]) -> None:
-        """Keep memory that is used no more for the next update, if no other is kept."""
+        """Keep unused memory for the next update, or close its registration if other memory is kept already."""
         if self._free.setdefault(access, memory) is not memory:
             await memory.registration.aclose()
 
 
 class Sending:
-    """One sender's part of an update, as its host makes it: `add` for each tensor, `end`, and `close` in any case."""
+    """One sender's part of an update. The host calls `add` for each tensor, then `end`, and `close` in any case."""
 
     def __init__(self, party: Party, memory: Memory, outgoing: Outgoing) -> None:
         self._party, self._memory, self._outgoing = party, memory, outgoing
@@ -143,16 +144,16 @@ class Sending:
         try:
             await self._outgoing.run()
         except UpdateError:
-            # Every step raises it.
+            # Every step of the host raises this error.
             pass
         finally:
             self._over.set()
 
     def add(self, name: str, tensor: torch.Tensor) -> Iterator[Step]:
-        """Yield what has to be done, in order, for a tensor to be sent; when that is done it may change.
+        """Yield the steps that send a tensor, in order; the host may change the tensor once it has done them.
 
-        A tensor of another device is copied by this thread, in the order of its stream. Raises UsageError for one that
-        has more than its elements.
+        The calling thread copies a tensor from another device, in the order of the device's stream. Raises UsageError
+        for a tensor that consists of more than its elements.
         """
         _check_plain(name, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -172,7 +173,7 @@ class Sending:
             yield Copy(target, content[piece.start : piece.start + piece.length])
 
     def end(self) -> Iterator[Step]:
-        """Yield what has to be done for all receivers to have everything."""
+        """Yield the last steps, after which all receivers have all tensors."""
         yield from self._put()
         yield self._finish()
 
@@ -189,13 +190,13 @@ class Sending:
             raise UpdateError(self._outgoing.error)
 
     async def fail(self, reason: str) -> None:
-        """End it for all, if it has not ended: every step raises UpdateError."""
+        """End the update for all ranks, if it has not ended: every further step raises UpdateError."""
         self._outgoing.fail(f"sender {self._outgoing.index}: {reason}")
 
     async def close(self, reason: str) -> None:
-        """End it where it has not ended, and give its memory back, unless the host says that it is `in_use`.
+        """End the update if it has not ended, wait for its writes, and give the memory back unless it is `in_use`.
 
-        That host closes it, too: a copy may be under way. Idempotent.
+        A host sets `in_use` while it may be copying into the memory; it then calls `close` itself. Idempotent.
         """
         await self.fail(reason)
         await to_the_end(self._over.wait)
@@ -205,7 +206,7 @@ class Sending:
 
 
 class Receiving:
-    """An update as a receiver's host takes it: `next`, `unpack` each bucket, and `close` in any case."""
+    """A receiver's side of an update. The host calls `next`, `unpack` for each bucket, and `close` in any case."""
 
     def __init__(self, party: Party, memory: Memory, incoming: Incoming) -> None:
         self._party, self._memory, self._incoming = party, memory, incoming
@@ -214,19 +215,25 @@ class Receiving:
 
     @classmethod
     async def begin(cls, party: Party, update: str, senders: Sequence[str], slots: int, bucket_bytes: int) -> Receiving:
-        """Prepare to take an update; the senders are asked by the first `next`."""
+        """Prepare to receive an update; the first `next` sends the requests to the senders."""
         memory = await party.borrow(slots * bucket_bytes, "write")
         return cls(party, memory, Incoming(party.engine, update, senders, memory.registration.region, bucket_bytes))
 
     async def next(self) -> Bucket | None:
-        """Wait for the next bucket; None when there are no more. Tensors of the one before are used no more."""
+        """Wait for the next bucket; return None after the last. The host must no longer use the previous one's tensors.
+
+        Raises UpdateError.
+        """
         bucket = await self._incoming.next()
         if bucket is None and self._joiner.unfinished:
             raise UpdateError(f"the update ended within {self._joiner.unfinished}")
         return bucket
 
     def unpack(self, bucket: Bucket) -> Iterator[tuple[Copy | None, str, torch.Tensor | None]]:
-        """Yield for each piece the copy that has to be made, if any, its tensor's name, and the tensor once whole."""
+        """Yield for each piece the copy to make first, if any, the tensor's name, and the tensor if this completes it.
+
+        Raises UpdateError for pieces that do not fit together.
+        """
         start = self._incoming.place(bucket.number)
         content = self._memory.bytes[start : start + bucket.nbytes]
         for piece in bucket.pieces:
@@ -238,13 +245,13 @@ class Receiving:
             yield None if copy is None else Copy(*copy), piece.name, tensor
 
     async def stop(self) -> None:
-        """End it for a host that may still use a tensor; a `next` raises UpdateError."""
+        """End the update, but keep its memory, because the host may still use a tensor; `next` raises UpdateError."""
         await self._incoming.aclose()
 
     async def close(self, reason: str = "") -> None:
-        """End it, and give its memory back: no tensor of its buckets is used any more. Idempotent.
+        """End the update, and give its memory back: the host uses no tensor of its buckets any more. Idempotent.
 
-        reason: the failure of the host, if there is one; the senders are told it.
+        reason: the failure of the host, if there is one; the senders are told of it.
         """
         await self._incoming.aclose(reason)
         if not self._closed:
@@ -253,7 +260,7 @@ class Receiving:
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raise UsageError for a tensor whose scale, or other parts, would not travel with its elements."""
+    """Raise UsageError for a tensor with a scale, or other parts, that would not travel with its elements."""
     if getattr(tensor, "is_quantized", False):
         what = "is quantized, and its scale would not travel with its elements"
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -266,14 +273,14 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return a tensor's bytes in a row; a copy only where it lies on another device, or is not in one piece."""
+    """Return a tensor's bytes in order; copy them only if it is on another device or is not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     content: Bytes = flat.view(sys.modules["torch"].uint8).numpy()
     return content
 
 
 def tensor_of(piece: Piece, content: Bytes) -> torch.Tensor:
-    """Return the tensor that these bytes are. Raises UpdateError for a dtype that this torch has not."""
+    """Return these bytes as a tensor, without a copy. Raises UpdateError for a dtype that this torch does not have."""
     module = sys.modules["torch"]
     dtype = getattr(module, piece.dtype, None)
     if not isinstance(dtype, module.dtype):

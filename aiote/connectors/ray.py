@@ -1,8 +1,9 @@
 """Ray's `TensorTransportManager`: tensors on the CPU go from actor to actor over aiote, not through the object store.
 
-`register()` before the actors' classes, then `@ray.method(tensor_transport="AIOTE")`; see docs/connectors.md. The
-source registers the tensors of an object and Ray carries their descriptors; who wants them reads. The engine opens
-where tensors first come or go. A fetch is one call on the bridge, and what gives it up cancels that.
+A program calls `register()` before the actors' classes, then uses `@ray.method(tensor_transport="AIOTE")`; see
+docs/connectors.md. The source registers the tensors of an object, and Ray carries their descriptors; the receiver reads
+the tensors. A process opens its engine when it first sends or receives tensors. A fetch is one call on the bridge;
+aborting or dropping the fetch cancels that call.
 """
 
 from __future__ import annotations
@@ -34,39 +35,39 @@ __all__ = ["NAME", "AioteFetch", "AioteMetadata", "AioteTensorTransport", "regis
 
 NAME = "AIOTE"
 MAX_ABORTED = 1024
-"""Aborted objects that are remembered for a fetch that has not begun; more is what nobody will fetch."""
+"""How many aborted objects are remembered, so that a fetch that begins later fails. Older ones will not be fetched."""
 AT_ONCE = 16
-"""So many tensors of an object are read at a time: enough to hide the round trip, and a small part of the queue."""
+"""How many tensors of an object are read at a time: enough to hide the round trip, yet a small part of the queue."""
 
 
 def register() -> None:
-    """Tell Ray of the transport, before the classes of actors whose methods name it; once more does nothing."""
+    """Register the transport with Ray, before the classes of actors whose methods name it. Idempotent."""
     if NAME not in transport_manager_info:
         register_tensor_transport(NAME, ["cpu"], AioteTensorTransport, torch.Tensor)
 
 
 @dataclass(eq=False)
 class AioteMetadata(TensorTransportMetadata):  # type: ignore[misc]
-    """What the owner of an object passes on: a descriptor for each tensor, an empty one for an empty tensor."""
+    """The metadata that an object's owner passes on: a descriptor for each tensor, an empty one for an empty tensor."""
 
     descriptors: list[bytes] = field(default_factory=list)
 
 
 class AioteFetch(FetchRequest):  # type: ignore[misc]
-    """A fetch under way; it is cancelled where nobody waits for it any more."""
+    """A fetch in progress; dropping the request cancels it."""
 
     def __init__(self, obj_id: str, tensors: list[torch.Tensor], call: bridges.Call[None]) -> None:
         super().__init__(obj_id=obj_id, tensors=tensors)
         self.call = call
 
     def __del__(self) -> None:
-        # The call keeps the tensors until it has drained. One whose making was interrupted has none.
+        # The call keeps the tensors until it has drained. A request whose construction was interrupted has no call.
         if (call := vars(self).get("call")) is not None:
             call.cancel()
 
 
 class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
-    """One in each process, made by Ray, which calls it from several threads."""
+    """The transport of a process. Ray makes one in each process, and calls it from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +78,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     @property
     def bridge(self) -> bridges.Bridge:
-        """This process's engine, opened by the first who asks; `AIOTE_*` in the environment say how."""
+        """This process's bridge; the first access opens it, with the settings `AIOTE_*` of the environment."""
         with self._lock:
             if self._bridge is None or self._bridge.closed:
                 self._bridge = bridges.acquire()
@@ -85,10 +86,10 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     @property
     def registrations(self) -> int:
-        """How many tensors are registered for others to read."""
+        """How many tensors are registered for other processes to read."""
         return sum(len(held) for _, held in tuple(self._sources.values()))
 
-    # What Ray asks.
+    # Properties of the transport, for Ray.
 
     def tensor_transport_backend(self) -> str:
         """Return the transport's name."""
@@ -96,29 +97,32 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Say that receivers read, and sources do nothing."""
+        """Return True: receivers read, and sources do nothing."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Say that a fetch ends when it is told to, so that Ray kills nobody."""
+        """Return True: a fetch can be aborted, so Ray need not kill an actor to end it."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Say that an actor has it; where it has not, its first tensors fail and say why."""
+        """Return True for every actor. If one lacks the transport, its first tensors fail with the reason."""
         return True
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Return nothing: descriptors say where their tensors are."""
+        """Return empty metadata, because descriptors contain the location of their tensors."""
         return CommunicatorMetadata()
 
     # The source.
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> AioteMetadata:
-        """Register an object's tensors until `garbage_collect`. Raises ValueError for other than contiguous ones."""
+        """Register an object's tensors until `garbage_collect`; return their descriptors.
+
+        Raises ValueError for a tensor that is not on the CPU, or not contiguous.
+        """
         with self._lock:
             if obj_id in self._sources:
-                # The task ran again, because its answer was lost.
+                # The task ran again because its answer was lost.
                 return self._sources[obj_id][0]
         for number, tensor in enumerate(rdt_object):
             if tensor.device.type != "cpu":
@@ -144,7 +148,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
                 self._sources[obj_id] = metadata, held
         except BaseException:
             with self._lock:
-                # Not those of another thread.
+                # Do not remove the registrations of another thread.
                 if obj_id in self._sources and self._sources[obj_id][1] is held:
                     del self._sources[obj_id]
             for registration in held:
@@ -153,17 +157,17 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         return metadata
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[torch.Tensor]) -> None:
-        """End the registrations of an object that nobody refers to any more."""
+        """End the registrations of an object that has no more references."""
         with self._lock:
             _, held = self._sources.get(obj_id, (None, []))
         for registration in held:
             registration.close()
-        # Not before: interrupted, it is called again.
+        # Not before the registrations are closed, because Ray calls this again after an interruption.
         with self._lock:
             self._sources.pop(obj_id, None)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Raise NotImplementedError: Ray asks one-sided transports to send nothing."""
+        """Raise NotImplementedError: Ray does not call this on a one-sided transport."""
         raise NotImplementedError(f"{NAME} is one-sided: receivers read")
 
     # The receiver.
@@ -175,7 +179,10 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         communicator_metadata: Any,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> AioteFetch:
-        """Begin to read an object's tensors, into `target_buffers` where they are given, and return at once."""
+        """Begin to read an object's tensors, into `target_buffers` if given, and return at once.
+
+        Raises ValueError for buffers that are not on the CPU, RayDirectTransportError if the fetch was aborted already.
+        """
         fetch = self._prepare(obj_id, tensor_transport_metadata, target_buffers)
         self._begin(fetch)
         return fetch
@@ -206,7 +213,8 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         room, engine = anyio.CapacityLimiter(AT_ONCE), bridge.engine
 
         async def read(tensor: torch.Tensor, descriptor: bytes) -> None:
-            # Buffers that come again stay registered. Of new tensors that would only keep the memory.
+            # The caller's buffers stay registered, because they are used again. New tensors are not, because their
+            # registrations would only keep their memory.
             async with room, await registered(bridge, tensor, again) as memory:
                 await engine.read(engine.attach(descriptor), memory.region if again else memory)
 
@@ -219,11 +227,11 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
             raise errors.exceptions[0] from None
 
     def wait_fetch_complete(self, fetch_request: AioteFetch, timeout: float = -1) -> list[torch.Tensor]:
-        """Wait for a fetch and return its tensors. Raises TimeoutError, and RayDirectTransportError where it failed.
+        """Wait for a fetch and return its tensors. Raises TimeoutError, and RayDirectTransportError if it failed.
 
-        timeout: seconds, negative for ever. A fetch that timed out goes on until its request is dropped. What
-        interrupts the wait (Ctrl-C) cancels it, and is raised once it has ended. Raises UsageError on the bridge's own
-        thread.
+        timeout: seconds; a negative one sets no limit. After TimeoutError the fetch goes on until its request is
+        dropped. An interruption of the wait (Ctrl-C) cancels the fetch, and is raised once that has ended. Raises
+        UsageError on the bridge's own thread.
         """
         return self._wait(fetch_request, timeout)
 
@@ -250,12 +258,12 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         communicator_metadata: Any,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Fetch an object's tensors and wait for them."""
+        """Fetch an object's tensors and wait for them. Raises as `fetch_multiple_tensors` and `wait_fetch_complete`."""
         fetch = self._prepare(obj_id, tensor_transport_metadata, target_buffers)
         return self._wait(fetch, -1, partial(self._begin, fetch))
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """End the fetches of an object in this process, or the one that is about to begin."""
+        """Cancel the fetches of an object in this process; if there is none, make the next one fail."""
         with self._lock:
             calls = [call for call, fetched in tuple(self._calls.items()) if fetched == obj_id and not call.done()]
             if not calls:
@@ -267,7 +275,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
 
 async def registered(bridge: bridges.Bridge, tensor: torch.Tensor, again: bool) -> Any:
-    """Register a tensor that is read into, for one that comes again so that it stays registered."""
+    """Register a tensor as the target of a read. With `again` its registration is kept for later reads."""
     if again:
         return await bridge.register_async(tensor, "local")
     return await bridge.engine.register_async(bytes_at(tensor), "local")

@@ -1,14 +1,14 @@
 """torch's `torch.distributed._transport.Transport`: one-sided reads and writes between tensors on the CPU, over aiote.
 
-torch finds it by its entry point: `new_transport("aiote", "cpu")`. All transports of a process share the bridge's
-engine. A transport moves nothing by itself; it has one peer, and refuses descriptors of any other. An engine has no
-connection to itself, so between two transports of one process a thread copies. See docs/connectors.md.
+torch finds this module by its entry point: `new_transport("aiote", "cpu")`. All transports of a process share the
+bridge's engine. A transport moves no data unless asked; it has one peer, and refuses descriptors of any other. An
+engine has no connection to itself, so a thread copies between two transports of one process. See docs/connectors.md.
 
-A transfer with `async_op`, or one that is awaited, is a call on the bridge, which is done when the NIC uses the tensors
-no more. `Work` is what torch makes of that; its timeout ends the wait alone, as torch has it. Without `async_op` the
-calling thread posts the transfer and waits for it (`Bridge.write`), without the bridge's loop. The time-out of such a
-wait, and of an awaited one, ends the transfer. (Time-outs are parameters, which our own API has nowhere, because torch
-has them.)
+A transfer with `async_op`, and an awaited one, is a call on the bridge; the call is done when the NIC no longer uses
+the tensors. torch represents it by a `Work`, whose timeout ends only the wait, as torch defines it. Without `async_op`
+the calling thread posts the transfer and waits for it (`Bridge.write`), without the bridge's loop. The timeout of such
+a wait, and of an awaited transfer, cancels the transfer. (Timeouts are parameters here because torch has them; our own
+API has none.)
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 __all__ = ["AioteMemory", "AioteMemoryView", "AioteMutableMemoryView", "AioteRemoteBuffer", "AioteTransport"]
 
 LOOK_S = 0.001
-"""How often `close_async` looks whether other threads have done with their transfers."""
+"""Seconds between two checks of `close_async` whether other threads have ended their transfers."""
 MOST_REACHED = 256
-"""How many of the peer's memories are remembered, each once to be written to and once to be read."""
+"""How many attached regions of the peer a transport caches; a region that is both written and read counts twice."""
 
 
 class _Future(torch.futures.Future):  # type: ignore[misc]
@@ -63,16 +63,16 @@ class _Future(torch.futures.Future):  # type: ignore[misc]
         self._call = call
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait as torch does, which a signal does not interrupt. Raises UsageError on the bridge's own thread."""
+        """Wait as torch does; a signal does not interrupt it. Raises UsageError on the bridge's own thread."""
         self._call.require_elsewhere()
         ended: list[torch.Tensor] = super().wait()
         return ended
 
 
 class AioteWork(Work):  # type: ignore[misc]
-    """A transfer under way.
+    """A transfer in flight.
 
-    Callbacks of `get_future()` run on the bridge's thread, where everything that would wait raises UsageError; they may
+    Callbacks of `get_future()` run on the bridge's thread, where every call that would wait raises UsageError; they may
     begin transfers with `async_op`.
     """
 
@@ -90,15 +90,15 @@ class AioteWork(Work):  # type: ignore[misc]
             self._future.set_exception(error)
 
     def is_completed(self) -> bool:
-        """Tell whether the transfer has ended, well or not."""
+        """Return whether the transfer has ended, successfully or not."""
         return self._call.done()
 
     def is_success(self) -> bool:
-        """Tell whether it has ended well."""
+        """Return whether the transfer has succeeded."""
         return self._call.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what it failed with, None while it has not."""
+        """Return the error of the transfer, None if it has not failed."""
         if not self._call.done():
             return None
         try:
@@ -107,10 +107,10 @@ class AioteWork(Work):  # type: ignore[misc]
             return error
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended. Raises its error, and TimeoutError where it is still under way: wait again then.
+        """Wait until the transfer has ended. Raises its error, and TimeoutError if it is still in flight: wait again.
 
-        timeout: zero for the transfer's own, without one for ever. An interruption of the wait (Ctrl-C) cancels the
-        transfer, and is raised once it has ended. Raises UsageError on the bridge's own thread.
+        timeout: zero means the transfer's own timeout, or no limit if it has none. An interruption of the wait (Ctrl-C)
+        cancels the transfer, and is raised once that has ended. Raises UsageError on the bridge's own thread.
         """
         seconds: float | None = timeout.total_seconds()
         check_seconds(seconds)
@@ -121,24 +121,24 @@ class AioteWork(Work):  # type: ignore[misc]
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that ends with the transfer, whether or not a loop runs; its result is an empty list."""
+        """Return a future that ends with the transfer, even if no loop runs; its result is an empty list."""
         return self._future
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for it and return no tensors."""
+        """Wait for the transfer; return an empty list of tensors."""
         self.wait()
         return []
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the transfer."""
         self.wait()
 
 
 class AioteTransport(Transport):  # type: ignore[misc]
-    """One end of a pair; made by `new_transport("aiote", "cpu", **settings)`.
+    """One end of a pair of transports; made by `new_transport("aiote", "cpu", **settings)`.
 
-    timeout: seconds, the default of all operations; None has none, because a lost peer ends what waits for it. settings
-    are those of `aiote.bridge.acquire`, for all of the process.
+    timeout: seconds, the default for all operations. It may be None, without a limit, because a lost peer ends the
+    transfers to it. settings are those of `aiote.bridge.acquire`; they apply to the whole process.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
 
     @staticmethod
     def supported() -> bool:
-        """Tell whether it can be used here, which it always can."""
+        """Return True: the transport can be used everywhere."""
         return True
 
     def _require_open(self) -> None:
@@ -172,13 +172,13 @@ class AioteTransport(Transport):  # type: ignore[misc]
     # The peer.
 
     def bind(self, *, timeout: float | None = None) -> bytes:
-        """Return where this transport is, for the peer's `connect`. Raises UsageError in a forked child."""
+        """Return this transport's address, which the peer's `connect` takes. Raises UsageError in a forked child."""
         check_seconds(timeout)
         self._require_open()
         return Endpoint(self.endpoint, str(self._bridge.engine.address)).serialize()
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
-        """Connect to a bound peer; 0. Raises ValueError for bytes that are no peer's, PeerError, TimeoutError."""
+        """Connect to a bound peer; return 0. Raises ValueError for bytes not from `bind`, PeerError, TimeoutError."""
         timeout = self._limit(timeout)
         self._require_open()
         if self._peer is not None:
@@ -192,7 +192,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         return 0
 
     def connected(self) -> bool:
-        """Tell whether there is a peer, and it is not lost."""
+        """Return whether the transport has a peer that is not lost."""
         if self._peer is None or self._closing:
             return False
         return self._peer[2] is None or bool(self._peer[2].connected)
@@ -200,7 +200,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
     # Memory.
 
     def register_memory(self, tensor: torch.Tensor, *, timeout: float | None = None) -> AioteMemory:
-        """Register a contiguous tensor. Raises TypeError and ValueError for what is none, or is empty."""
+        """Register a contiguous tensor. Raises TypeError if it is no tensor, ValueError if not contiguous, or empty."""
         check_seconds(timeout)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError("tensor must be a torch.Tensor")
@@ -211,7 +211,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         self._check_device(tensor.device)
         registration = self._shared(tensor)
         while registration is None:
-            # Not under our lock: callbacks on the bridge's thread may wait for that.
+            # Register without our lock, because callbacks on the bridge's thread may wait for it.
             held = self._bridge.register(tensor, "read-write")
             with self._lock:
                 self._require_open()
@@ -223,7 +223,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         return AioteMemory(self, registration)
 
     def _shared(self, tensor: torch.Tensor) -> TensorRegistration | None:
-        """Return the registration of a tensor's memory, if there is one; drop one of memory that lies there no more."""
+        """Return the registration of a tensor's memory, if there is one; drop it if its own tensor has moved."""
         with self._lock:
             self._require_open()
             registration = self._registrations.get((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
@@ -236,7 +236,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         return None
 
     def unregister_memory(self, memory: Any, *, timeout: float | None = None) -> None:
-        """End a registration for all who share it; peers can use it no longer. Once more does nothing.
+        """End a registration for all that share it; peers can use it no longer. Idempotent.
 
         Raises RuntimeError while transfers of this transport use it, UsageError on the bridge's own thread.
         """
@@ -257,7 +257,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
     # Transfers.
 
     def _under_way(self) -> list[tuple[bridges.Call[None] | Use, TensorRegistration]]:
-        """Return the transfers that may not have ended, and the memory that each uses."""
+        """Return the transfers that may still be in flight, and the memory that each uses."""
         return [*self._pending.items(), *self._uses.items()]
 
     def _limit(self, timeout: float | None) -> float | None:
@@ -265,7 +265,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         return self._default_timeout if timeout is None else timeout
 
     def _check_transfer(self, local_buffer: Any, remote_buffer: Any, *, mutable: bool) -> None:
-        """Raise TypeError, ValueError or RuntimeError where a transfer between the two cannot be."""
+        """Raise TypeError, ValueError or RuntimeError if no transfer between the two is possible."""
         wanted = AioteMutableMemoryView if mutable else AioteMemoryView
         if not isinstance(local_buffer, wanted) or local_buffer.memory.transport is not self:
             raise TypeError("local_buffer was not registered by this transport, or may not be written to")
@@ -282,7 +282,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
     def _prepare(
         self, local: AioteMemoryView, remote: AioteRemoteBuffer, *, mutable: bool, limit: float | None = None
     ) -> tuple[bridges.Call[None], Callable[[], None]]:
-        """Return a transfer, which ends itself after `limit` seconds, and what begins it."""
+        """Return a transfer, which cancels itself after `limit` seconds, and a function that begins it."""
         with self._lock:
             self._require_open()
             self._check_transfer(local, remote, mutable=mutable)
@@ -315,7 +315,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
             theirs = registered_here.get((remote.endpoint, remote.descriptor))
             if theirs is None:
                 raise RuntimeError("the peer has unregistered this memory")
-            # A thread cannot be interrupted: a cancellation is raised when the copy is made.
+            # A thread cannot be interrupted, so a cancellation is raised when the copy has ended.
             await in_thread(partial(theirs.exchange, registration.bytes[local.range], read=mutable))
             return
         engine = self._bridge.engine
@@ -344,7 +344,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
     def _transfer(
         self, local: AioteMemoryView, remote: AioteRemoteBuffer, mutable: bool, timeout: float | None
     ) -> None:
-        """Post a transfer to another process here, and wait for it here."""
+        """Post a transfer to another process from the calling thread, and wait for it there."""
         with self._lock:
             self._require_open()
             self._check_transfer(local, remote, mutable=mutable)
@@ -370,7 +370,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
             self._uses.pop(use, None)
 
     def _reach(self, peer: Any, remote: AioteRemoteBuffer, mutable: bool) -> RemoteRegion:
-        """Return the peer's memory, as the engine has attached it."""
+        """Return the peer's memory as a region that the engine has attached; regions are cached."""
         key = remote.descriptor, mutable
         if (known := self._reached.get(key)) is None:
             access: Literal["read", "write"] = "read" if mutable else "write"
@@ -383,10 +383,10 @@ class AioteTransport(Transport):  # type: ignore[misc]
     def write(
         self, local_buffer: Any, remote_buffer: Any, *, async_op: bool = False, timeout: float | None = None
     ) -> int | AioteWork:
-        """Write a local view to the first bytes of the remote memory; 0, or with `async_op` a Work.
+        """Write a local view to the first bytes of the remote memory; return 0, or with `async_op` a Work.
 
-        Without `async_op` a time-out cancels the transfer, and TimeoutError is raised once the buffer is the caller's
-        again; so is what interrupts the wait (Ctrl-C). Raises TransferError and PeerError where the peer is lost, and
+        Without `async_op` a timeout cancels the transfer, and TimeoutError is raised once the buffer is the caller's
+        again; the same holds for an interruption (Ctrl-C). Raises TransferError and PeerError if the peer is lost, and
         UsageError on the bridge's own thread.
         """
         return self._run(local_buffer, remote_buffer, mutable=False, async_op=async_op, timeout=timeout)
@@ -404,7 +404,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         *,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> None:
-        """Write a local view as `write` does. A cancelled one, or one that timed out, has drained when it raises."""
+        """Write a local view as `write` does. After a cancellation or a timeout, raise once the write has drained."""
         call, begin = self._prepare(local_buffer, remote_buffer, mutable=False, limit=self._limit(timeout))
         await call.join(begin)
 
@@ -415,11 +415,11 @@ class AioteTransport(Transport):  # type: ignore[misc]
         *,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> None:
-        """Read into a local view as `read` does. A cancelled one, or one that timed out, has drained when it raises."""
+        """Read into a local view as `read` does. After a cancellation or a timeout, raise once the read has drained."""
         call, begin = self._prepare(local_buffer, remote_buffer, mutable=True, limit=self._limit(timeout))
         await call.join(begin)
 
-    # The end.
+    # Closing.
 
     def _begin_close(self) -> tuple[list[AioteWork], list[Use]]:
         with self._lock:
@@ -437,17 +437,17 @@ class AioteTransport(Transport):  # type: ignore[misc]
         return [registration.held for registration in ended]
 
     async def _others_end(self, uses: list[Use], timeout: float | None) -> None:  # noqa: ASYNC109
-        """Wait for the transfers that threads wait for. Raises TimeoutError."""
+        """Wait until the transfers that other threads wait for have ended. Raises TimeoutError."""
         with anyio.fail_after(timeout):
             while not all(one.done() for one in uses):  # noqa: ASYNC110 - threads end them
                 await anyio.sleep(LOOK_S)
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Wait for the transfers under way and let go of everything; idempotent.
+        """Wait for the transfers in flight, then release all memory, the peer and the bridge. Idempotent.
 
-        Raises TimeoutError where they last longer, and may be called again then, as where it was interrupted. Once
-        everything is let go of, it raises the error of a failed one that no thread was waiting for. Raises UsageError
-        on the bridge's own thread.
+        Raises TimeoutError if they last longer; it may then be called again, as after an interruption. After releasing
+        everything it raises the error of a failed transfer that no thread was waiting for. Raises UsageError on the
+        bridge's own thread.
         """
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
@@ -464,7 +464,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
             work.wait()
 
     async def close_async(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        """Close as `close` does, without holding the loop. A cancelled one may be called again."""
+        """Close as `close` does, without blocking the event loop. After a cancellation it may be called again."""
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
         (works, uses), error = self._begin_close(), None
@@ -476,7 +476,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
             if not all(work.is_completed() for work in works):
                 raise
             error = failure
-        # In a thread: another transport of this process may be copying.
+        # Do this in a thread, because it waits while another transport of this process copies.
         for held in await in_thread(self._forget):
             await held.aclose()
         await self._bridge.aclose()
@@ -485,7 +485,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
 
 
 def _late(limit: float | None, local: AioteMemoryView, mutable: bool) -> TimeoutError:
-    """Return the error of a transfer that its own time-out has ended."""
+    """Return the error of a transfer that its own timeout has cancelled."""
     return TimeoutError(
         f"the {'read' if mutable else 'write'} of {local.size()} bytes was not over within {limit} s, and was "
         "cancelled; the tensor is the caller's again"

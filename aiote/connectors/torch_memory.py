@@ -1,6 +1,6 @@
-"""Memory of torch's transports: tensors that are registered, ranges of their bytes, and what peers need to reach them.
+"""The memory of torch's transports: registered tensors, ranges of their bytes, and descriptors for peers.
 
-torch is not imported here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ __all__ = [
 ]
 
 registered_here: weakref.WeakValueDictionary[tuple[str, bytes], TensorRegistration] = weakref.WeakValueDictionary()
-"""This process's registrations by transport and descriptor, for peers in it; a dropped transport's go with it."""
+"""This process's registrations by transport and descriptor, for peers in the same process. They are held weakly, so a
+transport that is dropped takes its registrations with it."""
 
 
 def check_seconds(timeout: float | None) -> None:
-    """Raise ValueError for what is no time-out."""
+    """Raise ValueError for an invalid timeout: a negative one, an infinite one, or NaN."""
     if timeout is not None and not (0 <= timeout < math.inf):
         raise ValueError("timeout must be finite and nonnegative")
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What peers exchange: JSON with a tag for each kind, bytes in base64."""
+    """The base of the messages that peers exchange: JSON with a tag for each kind, bytes in base64."""
 
     version: Literal[1] = 1
 
@@ -56,7 +57,7 @@ class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return what was serialized. Raises TypeError for what are no bytes, ValueError for other ones."""
+        """Return the serialized object. Raises TypeError if `data` is not bytes, ValueError for malformed bytes."""
         if type(data) is not bytes:
             raise TypeError("a serialized descriptor is bytes")
         try:
@@ -66,14 +67,14 @@ class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Endpoint(Wire, frozen=True, tag="aiote-endpoint"):
-    """Where a transport is: its engine's address, and which of that engine's transports."""
+    """The location of a transport: its engine's address, and the transport's name within that engine."""
 
     endpoint: str
     address: str
 
 
 class AioteRemoteBuffer(Wire, frozen=True, tag="aiote-memory"):
-    """What a peer needs to reach registered memory; an engine's descriptor, and whose transport's it is."""
+    """The data that a peer needs to access registered memory: an engine's descriptor, and the name of its transport."""
 
     endpoint: str
     descriptor: bytes
@@ -83,7 +84,7 @@ class AioteRemoteBuffer(Wire, frozen=True, tag="aiote-memory"):
 
 
 class TensorRegistration:
-    """A tensor's registration with a transport, which all who register that tensor share."""
+    """A tensor's registration with a transport. All callers that register that tensor share it."""
 
     def __init__(self, tensor: torch.Tensor, held: bridges.Registration, endpoint: str) -> None:
         self.tensor, self.held, self.active = tensor, held, True
@@ -96,45 +97,48 @@ class TensorRegistration:
 
     @property
     def in_place(self) -> bool:
-        """Whether the tensor lies where it did."""
+        """Whether the tensor still has the address and the length that it was registered with."""
         return (self.tensor.data_ptr(), self.tensor.numel() * self.tensor.element_size()) == self.key
 
     def require_active(self) -> None:
-        """Raise RuntimeError where the memory is unregistered, or is no longer the tensor's."""
+        """Raise RuntimeError if the memory is unregistered, or is no longer the tensor's."""
         if not self.active:
             raise RuntimeError("memory has been unregistered")
         if not self.in_place:
             raise RuntimeError("registered tensor was resized or its storage was replaced")
 
     def exchange(self, local: np.ndarray[Any, np.dtype[np.uint8]], *, read: bool) -> None:
-        """Copy the first bytes to or from a transport of this process, in a thread; `end` waits for that."""
+        """Copy this memory's first bytes to `local` (with `read`), or from it.
+
+        A transport of the same process calls it in a thread. `end` waits for the copy. Raises as `require_active`.
+        """
         with self._copying:
             self.require_active()
             ends = local, self.bytes[: local.size]
             np.copyto(*(ends if read else reversed(ends)))
 
     def end(self) -> None:
-        """Let no peer of this process find it any more; return when none copies from or to it."""
+        """Hide the registration from peers in this process; return when none of them copies from or to it."""
         registered_here.pop(self._name, None)
         with self._copying:
             self.active = False
 
 
 class Use:
-    """A thread's use of registered memory, for as long as it waits for its own transfer.
+    """A thread's use of registered memory while the thread waits for its own transfer.
 
-    The thread holds `under_way` in a `with`, which frees a lock at whatever step an interruption comes.
+    The thread holds `under_way` in a `with`, which releases the lock wherever an interruption comes.
     """
 
     def __init__(self) -> None:
         self.under_way = threading.Lock()
 
     def done(self) -> bool:
-        """Tell whether it has ended, or has not begun."""
+        """Return whether the use has ended, or has not begun."""
         return not self.under_way.locked()
 
     def wait_within(self, timeout: float | None) -> bool:
-        """Wait until it has ended; False after `timeout` seconds."""
+        """Wait until the use has ended; return False if it has not within `timeout` seconds (None: without limit)."""
         ended = self.under_way.acquire(timeout=-1 if timeout is None else timeout)
         if ended:
             self.under_way.release()
@@ -148,18 +152,18 @@ class AioteMemoryView:
         self.memory, self.range = memory, slice(offset, offset + length)
 
     def size(self) -> int:
-        """Return its length in bytes."""
+        """Return the length in bytes."""
         return self.range.stop - self.range.start
 
 
 class AioteMutableMemoryView(AioteMemoryView):
-    """A range of bytes of registered memory that may be read into."""
+    """A range of bytes of registered memory that a transfer may write into."""
 
     writable: Literal[True] = True
 
 
 class AioteMemory:
-    """A tensor registered with a transport; made by `AioteTransport.register_memory`."""
+    """A tensor that is registered with a transport; made by `AioteTransport.register_memory`."""
 
     def __init__(self, transport: AioteTransport, registration: TensorRegistration) -> None:
         self.transport, self.registration = transport, registration
@@ -176,15 +180,15 @@ class AioteMemory:
         return start, count
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> AioteMemoryView:
-        """Return a range of bytes that may be written from. Raises ValueError for one outside of the memory."""
+        """Return a range of bytes as the source of writes. Raises ValueError for a range outside of the memory."""
         return AioteMemoryView(self, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> AioteMutableMemoryView:
-        """Return a range of bytes that may be read into. Raises ValueError for one outside of the memory."""
+        """Return a range of bytes as the target of reads. Raises ValueError for a range outside of the memory."""
         return AioteMutableMemoryView(self, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> AioteRemoteBuffer:
-        """Return what the peer needs to reach the memory; transfers begin at its first byte."""
+        """Return the data that the peer needs to access the memory; transfers begin at its first byte."""
         check_seconds(timeout)
         self.registration.require_active()
         return AioteRemoteBuffer(self.transport.endpoint, self.registration.held.descriptor)

@@ -1,8 +1,8 @@
 """verl's `CheckpointEngine`: weights from verl's trainer ranks to all its rollout ranks, over aiote.
 
-Named in verl's configuration, `checkpoint_engine.custom_backend_module=aiote.connectors.verl` and `backend=aiote`; see
-docs/connectors.md. Nothing here waits on the actor's event loop, which runs in the thread that calls us: what takes as
-long as a peer is awaited, copies of 1 MiB and more are made in a thread.
+verl's configuration names it: `checkpoint_engine.custom_backend_module=aiote.connectors.verl` and `backend=aiote`; see
+docs/connectors.md. The calling thread runs the actor's event loop, so this module never blocks it for long: it awaits
+everything that depends on a peer, and makes copies of 1 MiB and more in a thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["AioteCheckpointEngine"]
 
 @CheckpointEngineRegistry.register("aiote")
 class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """What verl makes in each trainer and rollout process; `engine_kwargs.aiote` are its keyword arguments.
+    """The engine that verl makes in each trainer and rollout process; `engine_kwargs.aiote` are its keyword arguments.
 
-    bucket_size: bytes; a rollout rank holds twice as many, at most 128 MiB for each sender. senders: how many trainer
-    ranks send at most; each of them iterates over the same full tensors, and sends its part. settings: those of
-    `aiote.open_engine`. Raises UsageError for numbers below 1, or none.
+    bucket_size: bytes; a rollout rank holds twice as many, but at most 128 MiB for each sender. senders: the most
+    trainer ranks that send; each of them iterates over the same full tensors, and sends its part. settings: those of
+    `aiote.open_engine`. Raises UsageError for a value that is no whole number from 1.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, senders: int | None = None, **settings: Any) -> None:
@@ -43,7 +43,7 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.party: Party
 
     def prepare(self) -> dict[str, Any]:
-        """Say where this process is; what is left of an update that failed ends."""
+        """Return this process's address and settings, for `build_topology`; end the rest of a failed update."""
         self.party = party(**self._settings)
         self._abandon("the next update has begun")
         return {
@@ -57,9 +57,10 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Have as many trainer ranks send as there are rollout ranks, which none of them passes anything on.
+        """Return the plan for every rank: as many trainer ranks send as there are rollout ranks, at most `senders`.
 
-        Raises UsageError where there are none of either.
+        Every sender writes to every rollout rank; no rollout rank forwards data. Raises UsageError if there are no
+        trainer ranks or no rollout ranks.
         """
         _check_count("actor_wg_world_size", actor_wg_world_size, "how many trainer ranks there are")
         _check_count("rollout_world_size", rollout_world_size, "how many rollout ranks there are")
@@ -79,7 +80,7 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def init_process_group(self, index: int | None, plan: dict[str, Any]) -> None:
-        """Take the plan; a trainer rank that sends is ready for its receivers when this returns."""
+        """Store the plan; a trainer rank that sends is ready for its receivers when this returns."""
         self._plan = plan
         if index is not None and index < len(plan["senders"]):
             begin = Sending.begin(
@@ -94,11 +95,11 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._sending = self.party.bridge.call(begin)
 
     def finalize(self) -> None:
-        """Have nothing more to do with the update; buckets stay registered for the next."""
+        """End this process's part in the update; buckets stay registered for the next update."""
         self._abandon("it was finalized")
 
     def _abandon(self, reason: str) -> None:
-        # Not waited for: this is the actor's loop. Who still uses memory keeps it from the next update.
+        # Do not wait, because this runs on the actor's event loop. Memory still in use is not lent to the next update.
         if self._sending is not None:
             self.party.bridge.submit(self._sending.close(reason))
         if self._receiving is not None:
@@ -126,7 +127,7 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, each until the next is asked for. Raises UpdateError."""
+        """Yield every tensor with its name; a tensor is valid until the next is requested. Raises UpdateError."""
         plan, bridge = self._plan, self.party.bridge
         begin = Receiving.begin(self.party, plan["update"], plan["senders"], plan["slots"], plan["bucket_bytes"])
         receiving, reason = await bridge.run(begin), ""
@@ -158,7 +159,7 @@ def _check_count(name: str, value: Any, meaning: str) -> None:
 
 
 async def each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    """Iterate over what may be an iterator of either kind; between tensors others have their turn on this loop."""
+    """Iterate over a synchronous or asynchronous iterable, and let other tasks of the loop run between tensors."""
     if hasattr(weights, "__aiter__"):
         async for pair in weights:
             yield pair
@@ -169,7 +170,7 @@ async def each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
 
 
 async def made(copy: Copy) -> None:
-    """Make a copy, in a thread where it takes long; a cancellation comes when it has been made."""
+    """Make a copy, in a thread if it takes long; a cancellation is raised once the copy has been made."""
     if copy.large:
         await in_thread(copy)
     else:

@@ -1,4 +1,4 @@
-"""Tensors' memory as bytes; torch is not imported here."""
+"""Views of tensors' memory as bytes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["bytes_at"]
 
 
 def bytes_at(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a contiguous CPU tensor's bytes where they lie, of any dtype; the caller keeps the tensor meanwhile.
+    """Return a view of a contiguous CPU tensor's bytes, for any dtype. The caller keeps the tensor while it uses them.
 
-    Not by `tensor.numpy()`, after which a storage cannot be resized any more.
+    It does not call `tensor.numpy()`, because the tensor's storage can no longer be resized after that.
     """
     return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -1,8 +1,8 @@
 """Experts of vLLM's layers on several ranks: its `FusedMoEPrepareAndFinalizeModular` over `aiote.moe`.
 
-`open_ranks` opens a group for all layers of one shape, and each layer has an `AiotePrepareAndFinalize` of its own. A
-row goes to each expert of a token, unweighted, and the token's rank sums what they return: vLLM's experts see one
-expert a row. See docs/connectors.md.
+`open_ranks` opens a group for all layers of one shape, and each layer has an `AiotePrepareAndFinalize` of its own. Each
+expert of a token gets a row, unweighted, and the token's rank computes the weighted sum of the results; vLLM's experts
+see one expert for each row. See docs/connectors.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..moe.held import HeldGroup, Pending
 __all__ = ["AiotePrepareAndFinalize", "open_ranks"]
 
 LANES = 2
-"""vLLM has two micro-batches under way with dual-batch overlap."""
+"""With dual-batch overlap vLLM has two micro-batches in progress."""
 
 
 def open_ranks(
@@ -40,13 +40,14 @@ def open_ranks(
     number: int = 31,
     **settings: Any,
 ) -> HeldGroup:
-    """Open this process's part in the rounds of all layers of a shape; every rank does, and nothing else waits for it.
+    """Open this process's part in the rounds of all layers of a shape. Every rank calls it, and it waits for all ranks.
 
-    moe: vLLM's configuration of the layers, which says experts, top-k, hidden size, type, rank and the most tokens of a
-    rank. group: a process group of torch.distributed, by which ranks gather their addresses, vLLM's
-    `get_ep_group().cpu_group`; or `members` has them, in the order of ranks. batched: for experts of the format
-    BatchedExperts. number: another one for each group of a process. settings: of the engine, as `bridge.acquire`. To be
-    closed when no layer is used any more. Raises UsageError for experts that the ranks cannot share evenly.
+    moe: vLLM's configuration of the layers, with the experts, top-k, hidden size, type, rank and the most tokens of a
+    rank. group: a process group of torch.distributed that gathers the ranks' addresses, such as vLLM's
+    `get_ep_group().cpu_group`; or `members` has the addresses, in the order of ranks. batched: for experts with the
+    format BatchedExperts. number: a different one for each group of a process. settings: those of the engine, as in
+    `bridge.acquire`. The caller closes the result when it uses no layer any more. Raises UsageError if the ranks cannot
+    share the experts evenly, and the errors of `open_group`.
     """
     parallel = moe.moe_parallel_config
     if moe.num_experts % parallel.ep_size:
@@ -77,12 +78,13 @@ def open_ranks(
 
 
 class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """What one layer does before and after its experts. Calls come from one thread at a time, on every rank alike."""
+    """The steps of one layer before and after its experts. Every rank makes the same calls, in one thread at a time."""
 
     def __init__(self, ranks: HeldGroup, local_ids: bool | None = None) -> None:
-        """Take a group of `open_ranks`. local_ids: experts are told the rank's own numbers of experts, not all ranks'.
+        """Use a group from `open_ranks`. local_ids: experts get expert numbers that count this rank's experts from 0.
 
-        By default they are on a CPU, where vLLM's experts take no expert_map.
+        Otherwise the numbers count the experts of all ranks. The default is True on a CPU, because vLLM's experts there
+        take no expert_map.
         """
         super().__init__()
         self._ranks = ranks
@@ -92,28 +94,28 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
-        """Say how rows lie: one after the other, or (experts of the rank, rows, hidden)."""
+        """The layout of rows: one after the other, or (experts of the rank, rows, hidden)."""
         formats = mk.FusedMoEActivationFormat
         return formats.BatchedExperts if self._batched else formats.Standard
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Say the type of ids, which vLLM's experts on a CPU want as well."""
+        """Return the type of ids, which vLLM's experts on a CPU need as well."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Say how many tokens a rank may have in a round."""
+        """Return how many tokens a rank may have in a round."""
         return self._ranks.config.tokens
 
     def num_dispatchers(self) -> int:
-        """Say how many ranks there are."""
+        """Return the number of ranks."""
         return self._ranks.moe.sizes.ranks
 
     def output_is_reduced(self) -> bool:
-        """Say that the output needs no sum over ranks."""
+        """Return True: the output needs no sum over ranks."""
         return True
 
     def supports_async(self) -> bool:
-        """Say that both steps may be begun, and waited for later."""
+        """Return True: the caller may begin both steps, and wait for them later."""
         return True
 
     # Before the experts.
@@ -129,10 +131,12 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> tuple[Callable[[], None], Callable[[], mk.PrepareResultType]]:
-        """Send tokens to the ranks of their experts; return what waits for those of others, and what returns them.
+        """Send tokens to the ranks of their experts; return a hook that waits for the rows of all ranks, and a function
+        that returns them.
 
-        The arrays may be used again at once. Raises UsageError for another shape than the group's, NotImplementedError
-        for inputs that would have to be quantized here, and what `MoeGroup.dispatch` raises.
+        The caller may reuse the arrays at once. Raises UsageError for another shape than the group's,
+        NotImplementedError for inputs that would have to be quantized here and for `apply_router_weight_on_input` with
+        more than top-1, and the errors of `MoeGroup.dispatch`.
         """
         if quant_config.quant_dtype is not None and not defer_input_quant:
             raise NotImplementedError("aiote dispatches tokens as they are: experts that quantize them are needed")
@@ -167,7 +171,7 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         rows = int(batch.offsets[-1])
         first = 0 if self._local_ids else self._ranks.moe.sizes.first(self._ranks.moe.rank)
         ids = torch.repeat_interleave(torch.arange(first, first + len(counts), dtype=torch.int32), counts)
-        # Experts want rows without gaps; in the group's memory each has its token's number behind it.
+        # Experts need rows without gaps; in the group's memory each row is followed by its tail.
         return batch.x[:rows].contiguous(), None, meta, ids.view(-1, 1), torch.ones(rows, 1)
 
     def prepare(
@@ -181,7 +185,7 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Send tokens, and return what this rank's experts got; as `prepare_async`."""
+        """Send tokens, wait, and return the rows of this rank's experts; otherwise as `prepare_async`."""
         return self.prepare_async(
             a1,
             topk_weights,
@@ -204,10 +208,11 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Send back what the experts returned; return what waits until `output` has the weighted sums.
+        """Send the experts' results back; return a hook that waits until `output` has the weighted sums, and a function
+        that does nothing.
 
-        The weights are those that were dispatched. Raises UsageError without a `prepare` before, and what
-        `MoeGroup.combine` raises.
+        The weights are the dispatched ones. Raises UsageError without a preceding `prepare`, and the errors of
+        `MoeGroup.combine`.
         """
         lane = dbo_current_ubatch_id()
         prepared, self._rounds[lane] = self._rounds[lane], None
@@ -220,7 +225,7 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 weight_and_reduce_impl = TopKWeightAndReduceContiguous()
             rows = batch.y[: int(batch.offsets[-1])]
             if len(rows):
-                # Of one expert a row, with weight 1.
+                # Each row has one expert, with weight 1.
                 rows.copy_(weight_and_reduce_impl.apply(None, fused_expert_output, topk_weights, topk_ids, False))
             y = None
         self._ranks.run(round.combine_send, y)
@@ -235,7 +240,7 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:
-        """Put the weighted sums of what the experts returned into `output`; as `finalize_async`."""
+        """Send the experts' results back, and wait for the weighted sums in `output`; otherwise as `finalize_async`."""
         self.finalize_async(
             output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         )[0]()

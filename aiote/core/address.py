@@ -1,12 +1,12 @@
 """Addresses: where an engine listens, and which engine it has to be.
 
-`host` and `port` say where to connect. `identity` names the engine and `incarnation` one run of it: after a restart
-the same place answers under another incarnation, and what was addressed to the old one must fail instead of reaching
-memory that means something else now. An address of zeros in both means "whoever answers there": good enough to find
-an engine, which then tells who it is.
+`host` and `port` say where to connect. `identity` names the engine and `incarnation` one run of it. After a restart the
+same place answers under another incarnation; requests to the old incarnation must then fail instead of reaching memory
+that means something else now. An address with zeros in both means "any engine that answers there": good enough to find
+an engine, which then tells its name.
 
 The text form is `aiote://host:port/<identity>.<incarnation>` in hexadecimal, IPv6 in brackets. The host is kept as it
-was written: two spellings of one host are two addresses, and nothing here asks a resolver.
+was written: two spellings of one host are two addresses, and this module never asks a resolver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def name_of(key: tuple[bytes, int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of an engine; raises UsageError where a part is malformed.
+    """The address of an engine; raises UsageError if a part is malformed.
 
     `host` is a name, an IPv4 or a bare IPv6 address, `port` 1 to 65535, `identity` 16 bytes, `incarnation` 64 bits.
     """
@@ -66,7 +66,7 @@ class Address:
 
     @property
     def is_anyone(self) -> bool:
-        """Say whether this means whoever answers at the host and port."""
+        """Whether this means any engine that answers at the host and port."""
         return self.identity == ANYONE
 
     def __bytes__(self) -> bytes:
@@ -89,7 +89,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Return the address that `text` writes, the scheme and the part behind the slash being optional."""
+        """Return the address that `text` denotes; the scheme and the part after the slash are optional.
+
+        Raises UsageError for malformed text.
+        """
         if not isinstance(text, str):
             raise UsageError(f"an address as text expected, got {type(text).__name__}: {_EXPECTED}")
         place = text.removeprefix(_SCHEME)
@@ -109,7 +112,7 @@ _LAYOUT = Record(Address)
 
 
 def _split(text: str, location: str) -> tuple[str, int]:
-    """Return the host and port of `host:port` or `[host]:port`; `text` is the whole address, for the error."""
+    """Return the host and port of `host:port` or `[host]:port`. Errors quote `text`, the whole address."""
     if location.startswith("["):
         host, _, tail = location[1:].partition("]")
         colon, port = tail[:1], tail[1:]

@@ -1,23 +1,24 @@
-"""What two engines know of the immediates of one channel, and what follows once both have shut it.
+"""The counts that two engines keep for the immediates of one channel, and their meaning once both have shut it.
 
 Per channel and generation each side counts, for each immediate (all 32 bits, see striping.py), the successful
-completions of its own counted posts (*confirmed*) and what came (*arrived*). A completion means that bytes and
-immediate are there, so when both sides have shut their endpoints and read their completion queues to the end, of the
-unconfirmed posts of an immediate exactly
+completions of its own counted posts (*confirmed*) and the immediates that arrived from the other side (*arrived*). A
+completion means that bytes and immediate are there. So when both sides have shut their endpoints and read their
+completion queues to the end, of the unconfirmed posts of an immediate exactly
 
     came = arrived at the receiver - confirmed at the sender        0 <= came <= unconfirmed
 
-have arrived. Which ones is unknown, and need not be known.
+have arrived. Which of them arrived is unknown, and need not be known.
 
-Some providers *forget*: closing an endpoint drops what its completion queue still holds, so what came may not have been
-counted. Of an immediate `came` may then be below zero, down to minus all that were ever confirmed. The bytes of those
-are in place, for they were confirmed; what is missing are counts, which are sent again as immediates alone. So arrivals
-have a sign, and a peer whose provider does not forget is taken for a liar where it says fewer than none.
+Some providers *forget*: closing an endpoint drops the rest of its completion queue, so immediates that arrived may not
+have been counted. `came` may then be below zero for an immediate, down to minus all that were ever confirmed. The bytes
+of those writes are in place, because they were confirmed. Only counts are missing, and they are sent again as
+immediates alone. So arrivals have a sign, and a peer whose provider does not forget is treated as lying if it reports
+less than zero.
 
-To stay bounded, a sender that has confirmed more than CONFIRMED_LIMIT immediates takes them out of its table and sends
-them in an `AckCounts`; the receiver takes them out of its own. That keeps the difference. An AckCounts may overtake
-what it acknowledges, since completion queue and control connection are read in any order, so an entry may be below zero
-for a moment.
+To keep its table bounded, a sender that has confirmed more than CONFIRMED_LIMIT immediates removes them from its table
+and sends them in an `AckCounts`; the receiver subtracts them from its own. That keeps the difference. An AckCounts may
+overtake the arrivals that it acknowledges, because completion queue and control connection are read in any order, so an
+entry may be below zero for a moment.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ __all__ = [
 ]
 
 CONFIRMED_LIMIT: Final = 1024  # immediates: an AckCounts of them takes 12 KiB of a frame's 64
-ARRIVED_LIMIT: Final = 1 << 20  # immediates of a peer that acknowledges none, or of AckCounts that nobody reads
+ARRIVED_LIMIT: Final = 1 << 20  # immediates; beyond it the peer sends no AckCounts, or this side reads none
 
 Items: TypeAlias = tuple[tuple[int, int], ...]
-"""Pairs of an immediate and how often, sorted by imm_data."""
+"""Pairs of an immediate and its number of occurrences, sorted by imm_data."""
 
 
 class FailoverError(ControlError):
-    """The peer said what cannot be: its counts cannot be trusted any more, and it has to be given up."""
+    """The peer sent something impossible: its counts cannot be trusted any more, and this engine must lose the peer."""
 
 
 class ChannelCounts:
-    """What one side knows of one generation of one channel: its own confirmed posts, and what came from the other."""
+    """One side's counts for one generation of one channel: its own confirmed posts, and the arrivals from the other."""
 
     __slots__ = ("_arrived", "_confirmed", "_forgets", "_limit", "_total")
 
@@ -65,25 +66,25 @@ class ChannelCounts:
 
     @property
     def confirmed(self) -> Mapping[int, int]:
-        """How often each immediate was confirmed and not yet acknowledged."""
+        """The number of posts of each immediate that were confirmed and not yet acknowledged."""
         return MappingProxyType(self._confirmed)
 
     @property
     def forgettable(self) -> int:
-        """How many counts the peer may have dropped with its completion queue: all that were ever confirmed, or none
-        where the provider does not forget.
+        """The number of counts that the peer may have dropped with its completion queue: all that were ever confirmed,
+        or 0 if the provider does not forget.
         """
         return self._total if self._forgets else 0
 
     def confirm(self, imm_data: int) -> None:
-        """Take note that a counted post with this immediate completed successfully; then ask for a `counts_to_ack`."""
+        """Record that a counted post with this immediate succeeded; call `counts_to_ack` next."""
         self._confirmed[imm_data] = self._confirmed.get(imm_data, 0) + 1
         self._total += 1
 
     def counts_to_ack(self) -> Items | None:
-        """Return what is to be told in an AckCounts and forget it, or None while the table is small enough.
+        """Return the counts for an AckCounts and remove them, or None while the table is small enough.
 
-        Not to be called once the RailDown of this generation is told.
+        It must not be called once the RailDown of this generation has been sent.
         """
         if len(self._confirmed) <= self._limit:
             return None
@@ -92,11 +93,11 @@ class ChannelCounts:
         return items
 
     def arrive(self, imm_data: int) -> None:
-        """Take note that an immediate came. Raises FailoverError where the peer makes the table grow without end."""
+        """Record that an immediate arrived. Raises FailoverError if the peer makes the table grow without end."""
         self._add(imm_data, 1)
 
     def ack_counts(self, items: Iterable[tuple[int, int]]) -> None:
-        """Take out what the peer has acknowledged; an entry may go below zero until its arrival is read.
+        """Subtract the counts that the peer has acknowledged; an entry may go below zero until its arrival is read.
 
         Raises FailoverError for a number below one, and as `arrive`.
         """
@@ -106,9 +107,10 @@ class ChannelCounts:
             self._add(imm_data, -n)
 
     def arrivals(self) -> Items:
-        """Return what came and is not acknowledged: final once the own endpoint is shut and the other's RailDown heard.
+        """Return the immediates that arrived and are not acknowledged.
 
-        Raises FailoverError where more was acknowledged than came, and the provider does not forget.
+        They are final once this side's endpoint is shut and the other side's RailDown was heard. Raises FailoverError
+        if more was acknowledged than arrived and the provider does not forget.
         """
         for imm_data, n in self._arrived.items():
             if n < 0 and not self._forgets:
@@ -116,7 +118,7 @@ class ChannelCounts:
         return tuple(sorted(self._arrived.items()))
 
     def __len__(self) -> int:
-        """Return how many entries there are in the larger of the two tables."""
+        """Return the number of entries in the larger of the two tables."""
         return max(len(self._confirmed), len(self._arrived))
 
     def _add(self, imm_data: int, n: int) -> None:
@@ -130,9 +132,9 @@ class ChannelCounts:
 
 
 class Verdict(NamedTuple):
-    """About the unconfirmed posts of one immediate: whether to rewrite their bytes, and how many counts are missing.
+    """The verdict on the unconfirmed posts of one immediate: whether to rewrite bytes, and how many counts are missing.
 
-    `came` of the posts arrived, with their bytes. `missing` holds for what is live now; see recovery.py.
+    `came` of the posts arrived, with their bytes. `missing` is valid for the posts that are live now; see recovery.py.
     """
 
     rewrite: bool
@@ -146,11 +148,10 @@ def reconcile(
     arrived: Mapping[int, int],
     forgettable: int = 0,
 ) -> dict[int, Verdict]:
-    """Return the verdict on each immediate of `unconfirmed`, which has the numbers of live and of cancelled posts, and
-    on each of which counts were forgotten.
+    """Return the verdict on each immediate of `unconfirmed`, and on each immediate with forgotten counts.
 
-    Raises FailoverError where more arrived than was posted, or less than was confirmed by more than `forgettable`
-    counts of all immediates together.
+    `unconfirmed` has the numbers of live and of cancelled posts of each immediate. Raises FailoverError if more arrived
+    than was posted, or less than was confirmed by more than `forgettable` counts of all immediates together.
     """
     verdicts = {}
     for imm_data in sorted({*unconfirmed, *confirmed, *arrived}):
@@ -169,20 +170,20 @@ def reconcile(
 
 
 class Received(NamedTuple):
-    """Which messages arrived: all up to `high`, and the ranges `beyond`, both ends included."""
+    """The messages that arrived: all up to `high`, and the ranges `beyond`, both ends included."""
 
     high: int
     beyond: tuple[tuple[int, int], ...]
 
     def __contains__(self, number: object) -> bool:
-        """Tell whether the message of that number arrived."""
+        """Return whether the message of that number arrived."""
         return isinstance(number, int) and (
             0 < number <= self.high or any(low <= number <= high for low, high in self.beyond)
         )
 
 
 class Account(NamedTuple):
-    """What one side says of the other's posts: the counts of its immediates on a channel, and its messages on all."""
+    """One side's report of the other's posts: the counts of its immediates on a channel, and its messages on all."""
 
     counts: Items = ()
     messages: Received = Received(0, ())

@@ -1,17 +1,17 @@
 """The control connection of two engines as a state machine over bytes.
 
-`ControlProtocol` owns the order of messages, the framing and sealing of them, and the handshake; it is told what came
-from the stream and says what happened and what to send. It must not know sockets, clocks, rails or what a message
-means to the engine: a `Heartbeat` is not answered here, a `Revoke` not obeyed.
+`ControlProtocol` owns the order of messages, their framing and sealing, and the handshake. It takes the bytes of the
+stream, and returns events and the bytes to send. It must not know sockets, clocks, rails or the meaning of a message to
+the engine: it does not answer a `Heartbeat` or obey a `Revoke`.
 
-Each direction has its own place in the conversation, and the table below is the whole of it: which messages may come,
-in which state, and where they lead. After the handshake the same rows hold for what we send and for what we receive.
-A message that the table does not allow, a malformed one, a wrong tag, an over-long frame: each raises `ControlError`
-once, after which the protocol is over and tells the peer why in its last bytes. Call `data_to_send` after every call
-of another method, also after one that raised, write what it returns, and close when `over` says so.
+Each direction has its own state, and the table below is complete: it says which messages may come in which state, and
+which state follows. After the handshake the same rows hold for sent and for received messages. A message that the table
+does not allow, a malformed message, a wrong tag and an over-long frame each raise `ControlError` once. The protocol is
+over then, and its last bytes tell the peer why. Call `data_to_send` after every call of another method, also after one
+that raised, write the bytes that it returns, and close when `over` is true.
 
-The acceptor's shell decides, on `HelloReceived`, whether the handshake goes on: `accept` or `refuse` (the tie-break
-of two engines that connect to each other at once is its business). Nothing may arrive before it has.
+On `HelloReceived` the acceptor's caller decides whether the handshake goes on: it calls `accept` or `refuse` (it also
+owns the tie-break of two engines that connect to each other at once). Until then no bytes may arrive.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ __all__ = [
 
 
 class Role(Enum):
-    """Which side of the connection this is; the value is the number of the direction in which it sends."""
+    """Which side of the connection this is; the value is the number of its sending direction."""
 
     INITIATOR = 0
     ACCEPTOR = 1
 
 
 class State(Enum):
-    """What one direction of the connection is waiting for."""
+    """The message that one direction of the connection waits for."""
 
     HELLO = "a Hello"
     DECISION = "our own decision on the Hello"
@@ -104,7 +104,7 @@ HANDSHAKE: Mapping[tuple[Role, State], Mapping[type[Message], State]] = {
     (Role.INITIATOR, State.CHALLENGE): {Challenge: State.WELCOME, Refused: State.REFUSED},
     (Role.INITIATOR, State.WELCOME): {Welcome: State.GREETED, Refused: State.REFUSED},
 }
-"""What our side, in this role and state, may receive before authentication, and the state that follows."""
+"""The messages that our side may receive before authentication, by role and state, and the state that follows."""
 
 SESSION: Mapping[State, Mapping[type[Message], State]] = {
     State.GREETED: {
@@ -145,7 +145,7 @@ SESSION: Mapping[State, Mapping[type[Message], State]] = {
     },
     State.ENDED: {},
 }
-"""What may follow after authentication in one direction, whichever it is, and the state that follows."""
+"""The messages that may follow after authentication, in either direction, and the state that follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The handshake ended; `code` is a `RefusalCode` or a newer peer's number, `by_us` says who refused."""
+    """The handshake ended; `code` is a `RefusalCode` or a newer peer's number, `by_us` says which side refused."""
 
     code: int
     text: str
@@ -187,8 +187,9 @@ Event: TypeAlias = HelloReceived | Authenticated | MessageReceived | Refusal
 class ControlProtocol:
     """One side of one control connection.
 
-    `target` is whom an initiator wants (None or an address of anyone: whoever answers); `nonce` returns as many
-    random bytes as it is asked for. An initiator's first bytes are ready to be sent at once.
+    `target` is the engine that an initiator wants (None or an address without identity: any engine that answers);
+    `nonce` returns the number of random bytes that it is asked for. An initiator's first bytes are ready to be sent at
+    once.
     """
 
     def __init__(
@@ -218,17 +219,17 @@ class ControlProtocol:
 
     @property
     def state(self) -> State:
-        """Return what is awaited from the peer."""
+        """The message that is awaited from the peer."""
         return self._state
 
     @property
     def authenticated(self) -> bool:
-        """Say whether messages can be sent now."""
+        """Whether messages can be sent now."""
         return self._seal_out is not None and self._local_state is not State.ENDED and not self._terminal
 
     @property
     def over(self) -> bool:
-        """Say whether nothing more can come of this connection: close it, once what is to be sent was sent."""
+        """Whether the connection is finished: the caller closes it once it has sent the remaining bytes."""
         return self._terminal or (self._state is State.ENDED and self._local_state is State.ENDED)
 
     @property
@@ -242,7 +243,7 @@ class ControlProtocol:
         return data
 
     def send(self, message: SessionMessage) -> None:
-        """Queue a message; raises UsageError out of order or malformed, ClosedError when there is nobody to read it."""
+        """Queue a message; raises UsageError if out of order or malformed, ClosedError if the connection is over."""
         if self._terminal or self._local_state is State.ENDED:
             raise ClosedError(f"the control connection is over, {type(message).__name__} cannot be sent any more")
         if self._seal_out is None:
@@ -254,7 +255,7 @@ class ControlProtocol:
         self._local_state = following
 
     def accept(self) -> None:
-        """Let the handshake go on after HelloReceived."""
+        """Continue the handshake after HelloReceived."""
         acceptor = self._deciding()
         self._queue(acceptor.challenge())
         self._state = State.PROOF
@@ -265,10 +266,10 @@ class ControlProtocol:
         self._refuse(refused(code, text))
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Event]:
-        """Return what `data` from the stream brought about; no bytes bring about nothing.
+        """Return the events that `data` from the stream causes; empty data causes none.
 
-        Raises ControlError where the peer broke the protocol; the events before that are in its `events`. After a
-        refusal, a violation or the end of the stream it raises ControlError whatever comes.
+        Raises ControlError if the peer broke the protocol; its `events` are the events before the violation. After a
+        refusal, a violation or the end of the stream, every call raises ControlError.
         """
         if self._terminal:
             raise ControlError(f"the control connection is over; the peer may say {self._state.value}")
@@ -286,7 +287,7 @@ class ControlProtocol:
         return events
 
     def receive_eof(self) -> None:
-        """Take the end of the stream; raises ControlError where the peer had more to say than it said."""
+        """Take the end of the stream; raises ControlError if it came within a frame or before the last message."""
         if self._terminal:
             return
         awaited, pending = self._state, self._reader.pending
@@ -298,7 +299,7 @@ class ControlProtocol:
             raise ControlError(f"the connection ended without a last message, where it was waiting for {awaited.value}")
 
     def _next(self) -> bytes | None:
-        """Return the next frame, verified where it has to be, or None."""
+        """Return the next frame, verified if the session is sealed, or None."""
         if self._terminal:
             return None
         if self._reader.pending and self._state in (State.DECISION, State.ENDED):
@@ -309,7 +310,7 @@ class ControlProtocol:
         return None if sealed is None else self._seal_in.open(sealed)
 
     def _take(self, body: bytes) -> Event | None:
-        """Carry out one frame's message and return the event that it makes."""
+        """Process the message of one frame and return its event, or None."""
         kind = type_of(body)
         table = HANDSHAKE[self.role, self._state] if self._seal_in is None else SESSION[self._state]
         if kind not in table:
@@ -330,7 +331,7 @@ class ControlProtocol:
                 return self._proven(acceptor.proven(message))
             case Welcome(), Initiator() as initiator:
                 session = initiator.welcomed(message)
-                # An acceptor that got this far and is wrong is an impostor: it is told nothing.
+                # An acceptor whose Welcome is wrong is an impostor, so it gets no answer.
                 return self._refuse(session, aloud=False) if isinstance(session, Refused) else self._open(session)
             case Refused(), _:
                 self._handshake = None
@@ -348,7 +349,7 @@ class ControlProtocol:
         return self._open(session)
 
     def _open(self, session: Established) -> Authenticated:
-        """Seal everything from here on, and let go of the cluster key."""
+        """Seal everything from here on, and drop the cluster key."""
         self._handshake = None
         self._seal_out = Seal(session.key, self.role.value)
         self._seal_in = Seal(session.key, 1 - self.role.value)
@@ -367,7 +368,7 @@ class ControlProtocol:
         return self._handshake
 
     def _break(self, text: str) -> None:
-        """Enter the terminal state of a violation and leave the peer a last message where it can read one."""
+        """Enter the final state after a violation, and queue a last message if the peer can read one."""
         if self._seal_out is not None:
             if self._local_state is not State.ENDED:
                 self._queue(Failed(FAILED_PROTOCOL, f"the other side met a violation of the protocol: {text}"))
@@ -383,7 +384,7 @@ class ControlProtocol:
 
 
 def _known(code: int) -> int:
-    """Return the `RefusalCode` of that number, or the number that a newer peer gave."""
+    """Return the `RefusalCode` of that number, or the number itself if only a newer peer knows it."""
     try:
         return RefusalCode(code)
     except ValueError:

@@ -1,17 +1,18 @@
 """The frames of the control plane: its messages, their bytes, and the tag that seals them.
 
-A frame is a 4-byte big-endian length of what follows, one byte of type, the payload and, once both sides have proven
+A frame is a 4-byte big-endian length of the rest, one byte of type, the payload and, once both sides have proven
 themselves, a tag of 16 bytes: HMAC-SHA256, truncated, over the direction, the frame's number in that direction (64
 bits, never sent), the type and the payload, under the session's key. A frame that was changed, dropped, repeated, moved
-or sent back therefore does not verify. Without a cluster key the tags are made all the same; they then guard against
-mistakes only. Nothing is encrypted: who needs secrecy runs the connection under TLS.
+or sent back therefore does not verify. Without a cluster key the tags are still made, but they only guard against
+mistakes. The frames are not encrypted: for secrecy, run the connection under TLS.
 
-Before authentication a frame is at most 1 KiB, afterwards 64 KiB, and a length beyond that is refused as soon as its
-four bytes are there; a frame is never buffered beyond its limit, and a sealed one is verified before a byte of it is
-interpreted. Each message is a record of fields (`fields`), so that truncated, oversized or trailing bytes are errors.
+Before authentication a frame is at most 1 KiB, afterwards 64 KiB, and a greater length is refused as soon as its four
+bytes are there. A frame is never buffered beyond its limit, and a sealed frame is verified before a byte of it is
+interpreted. Each message is a record of fields (`fields`), so truncated, oversized or trailing bytes are errors.
 
 `Hello`, `Refused` and the two leading fields of `Challenge` must keep their layout in every version of the protocol,
-since they travel before a version is agreed. This module knows no order of messages; `handshake` and `control` do.
+because they travel before a version is agreed. This module must not know the order of messages; `handshake` and
+`control` own it.
 """
 
 from __future__ import annotations
@@ -93,12 +94,12 @@ TAG_BYTES = 16
 PLAIN_LIMIT = 1 << 10
 SEALED_LIMIT = 1 << 16
 
-MAX_COUNTS = 4096  # of 12 bytes each: a frame's 64 KiB hold them with the other fields
+MAX_COUNTS = 4096  # 12 bytes each, so a frame of 64 KiB holds them with the other fields
 MAX_RANGES = 256
 MAX_KEYS = 256  # as many as a channel has work requests
 
 FAILED_PROTOCOL = 1
-"""The code of a `Failed` that answers a violation of the protocol; the others are the engine's to give."""
+"""The code of a `Failed` that answers a violation of the protocol; the engine assigns the other codes."""
 
 _LENGTH_BYTES = 4
 
@@ -106,7 +107,7 @@ _LENGTH_BYTES = 4
 class ControlError(AioteError):
     """The peer broke the control protocol, or its connection ended where it must not.
 
-    `events` are the ones that the same call had found before it met the violation.
+    `events` are the events that the same call had found before the violation.
     """
 
     def __init__(self, text: str) -> None:
@@ -119,7 +120,7 @@ class ControlError(AioteError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The initiator's first message: who it is, whom it wants, what it speaks; zeros as target mean anyone."""
+    """The initiator's first message: its name, the engine it wants, its versions; zeros as target mean any engine."""
 
     magic: Annotated[bytes, Constant(MAGIC)] = MAGIC
     version_min: Annotated[int, U16]
@@ -134,7 +135,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Challenge:
-    """The acceptor's answer to a Hello: the version it chose, its own nonce and name."""
+    """The acceptor's answer to a Hello: the version that it chose, its own nonce and its name."""
 
     version: Annotated[int, U16]
     nonce: Annotated[bytes, Fixed(NONCE_BYTES)]
@@ -181,8 +182,8 @@ class RailOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the sender has and wants: its host (opaque, 32 bytes), largest message in bytes, receive pool in messages,
-    milliseconds between two heartbeats that it hears, rails, address.
+    """The sender's resources and wishes: its host (opaque, 32 bytes), its largest message in bytes, its receive pool in
+    messages, the milliseconds between two heartbeats that it wants to hear, its rails, its address.
     """
 
     host_id: Annotated[bytes, Fixed(32)]
@@ -218,7 +219,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class ImmCount:
-    """An immediate, its 32 bits on the wire, and how often."""
+    """An immediate, its 32 bits on the wire, and its number of occurrences."""
 
     imm_data: Annotated[int, U32]
     times: Annotated[int, U64]
@@ -234,7 +235,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class AckCounts:
-    """These were confirmed to the sender on a channel: the receiver takes them out of its own tally."""
+    """Counts that were confirmed to the sender on a channel: the receiver removes them from its own tally."""
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
@@ -250,7 +251,7 @@ class MemoryKey:
 
 @dataclass(frozen=True, slots=True)
 class RailDown:
-    """The sender has shut its endpoint of a channel and acknowledges nothing more there. It lost work for `keys`."""
+    """The sender has shut its endpoint of a channel and acknowledges no more there. It lost work for `keys`."""
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
@@ -260,7 +261,7 @@ class RailDown:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An immediate, its 32 bits, and how many came less those acknowledged; below zero where the provider forgets."""
+    """An immediate, its 32 bits, and its arrivals minus the acknowledged ones; negative if the provider forgets."""
 
     imm_data: Annotated[int, U32]
     times: Annotated[int, I64]
@@ -268,11 +269,12 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
-    ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
+    """The arrivals at the sender: the counts that arrived over a channel that both sides have shut; the messages that
+    arrived over any channel, all up to `high` and the ranges `beyond`; and the keys it was told that are not, or no
+    longer, of its memory.
 
-    Where the counts do not fit in one frame, several follow one another: `more` is set in all but the last, and of the
-    other fields those of the last count.
+    If the counts do not fit in one frame, several frames follow one another: `more` is set in all but the last, and
+    only the last frame's other fields count.
     """
 
     channel: Annotated[int, U8]
@@ -286,7 +288,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The sender, who initiated the connection, has written over a channel that was opened again."""
+    """The sender, which initiated the connection, has written over a channel that was opened again."""
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
@@ -307,8 +309,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Takes back the sender's leases of numbers `low` to `high`; where `lease` is not 0 the receiver answers when
-    nothing is under way through that one any more.
+    """Revokes the sender's leases with numbers `low` to `high`. If `lease` is not 0, the receiver answers once it has
+    no transfer in flight through that lease.
     """
 
     lease: Annotated[int, U64]
@@ -318,7 +320,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The sender has nothing under way through the receiver's lease, and starts nothing more."""
+    """The sender has no transfer in flight through the receiver's lease, and starts no more."""
 
     lease: Annotated[int, U64]
 
@@ -332,7 +334,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sender's last message, when it gives up: a code and a sentence."""
+    """The sender's last message when it gives up: a code and a sentence."""
 
     code: Annotated[int, U16]
     text: Annotated[str, Sentence(1024)]
@@ -368,7 +370,7 @@ _NUMBERS = {kind: number for number, kind in _TYPES.items()}
 
 
 def encode(message: Message) -> bytes:
-    """Return the type byte and payload of `message`; raises UsageError where a value does not fit its field."""
+    """Return the type byte and payload of `message`; raises UsageError if a value does not fit its field."""
     try:
         number = _NUMBERS[type(message)]
     except KeyError:
@@ -380,7 +382,7 @@ def encode(message: Message) -> bytes:
 
 
 def type_of(body: bytes) -> type[Message]:
-    """Return the message type that the first byte of `body` names; raises ControlError for a number without one."""
+    """Return the message type that the first byte of `body` names; raises ControlError for an unknown number."""
     try:
         return _TYPES[body[0]]
     except KeyError:
@@ -390,7 +392,7 @@ def type_of(body: bytes) -> type[Message]:
 
 
 def decode(body: bytes) -> Message:
-    """Return the message of a type byte and payload; raises ControlError where they are not exactly one."""
+    """Return the message of a type byte and payload; raises ControlError unless they are exactly one message."""
     record = _RECORDS[type_of(body)]
     cursor = Cursor(body)
     cursor.take(1)
@@ -403,9 +405,9 @@ def decode(body: bytes) -> Message:
 
 
 def frame(body: bytes, seal: Seal | None = None) -> bytes:
-    """Return the bytes on the wire of a type byte and payload, sealed where a seal is given.
+    """Return the bytes on the wire of a type byte and payload, sealed if a seal is given.
 
-    Raises UsageError where the frame would be over its limit.
+    Raises UsageError if the frame would exceed its limit.
     """
     limit = PLAIN_LIMIT if seal is None else SEALED_LIMIT
     length = len(body) + (0 if seal is None else TAG_BYTES)
@@ -416,7 +418,7 @@ def frame(body: bytes, seal: Seal | None = None) -> bytes:
 
 
 class Seal:
-    """Makes the tags of one direction of a session, frame by frame, in order."""
+    """Makes and verifies the tags of one direction of a session, frame by frame, in order."""
 
     def __init__(self, key: bytes, direction: int) -> None:
         self._key = key
@@ -430,7 +432,7 @@ class Seal:
         return hmac.digest(self._key, self._direction + number + body, "sha256")[:TAG_BYTES]
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the type byte and payload of the next frame; raises ControlError where its tag is wrong."""
+        """Return the type byte and payload of the next frame; raises ControlError if its tag is wrong."""
         body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(tag, self.tag(body)):
             raise ControlError("a frame with a wrong tag: it was changed, repeated, dropped or is not of this session")
@@ -438,24 +440,24 @@ class Seal:
 
 
 class FrameReader:
-    """Splits a stream into frames; holds no more than one incomplete frame between calls of `next` that gave None."""
+    """Splits a stream into frames; it holds at most one incomplete frame once `next` has returned None."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     @property
     def pending(self) -> int:
-        """Count the bytes fed and not handed out."""
+        """The number of bytes that were fed and not handed out."""
         return len(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Take what came from the stream."""
+        """Append bytes that arrived from the stream."""
         self._buffer += data
 
     def next(self, limit: int) -> bytes | None:
-        """Return the next frame without its length, or None where it is incomplete.
+        """Return the next frame without its length, or None if it is incomplete.
 
-        Raises ControlError at once where the length field is zero or over `limit`.
+        Raises ControlError as soon as the length field is zero or over `limit`.
         """
         if len(self._buffer) < _LENGTH_BYTES:
             return None
@@ -470,5 +472,5 @@ class FrameReader:
         return body
 
     def clear(self) -> None:
-        """Drop what is pending."""
+        """Drop the pending bytes."""
         self._buffer.clear()

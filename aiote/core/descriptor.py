@@ -1,15 +1,15 @@
-"""Region descriptors: what one engine tells another about a piece of its memory.
+"""Region descriptors: one engine's description of a piece of its memory for another.
 
-A descriptor names the owner, down to its incarnation, the region by a random number that the owner drew when it
-registered the memory, the range of virtual addresses, and for each of the owner's rails the key and the base: the
-remote address that denotes the descriptor's first byte on that rail, a virtual address or an offset as the rail's
-provider has it. A slice advances the address and every base together and keeps region and keys, so that the owner can
-tell which registration is meant whatever slice of it was taken.
+A descriptor names the owner with its incarnation; the region, by a random number that the owner drew when it registered
+the memory; the range of virtual addresses; and for each of the owner's rails the key and the base. The base is the
+remote address of the descriptor's first byte on that rail: a virtual address or an offset, whichever the rail's
+provider uses. A slice advances the address and every base together and keeps region and keys, so the owner can identify
+the registration from any slice of it.
 
-The descriptor of a lease names the lease and its holder, the one engine that may use it.
+The descriptor of a lease also names the lease and its holder, the one engine that may use it.
 
-A descriptor is a claim and gives no right by itself: it may be stale or forged. Who writes through it checks bounds
-here; who owns the memory is protected by the keys and by its own checks.
+A descriptor is a claim and gives no right by itself: it may be stale or forged. The engine that writes through it
+checks bounds here; the owner of the memory is protected by the keys and by its own checks.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class RailKey:
 
 @dataclass(frozen=True, slots=True)
 class RegionDescriptor:
-    """The portable description of a range of registered memory; raises UsageError where a part is malformed.
+    """The portable description of a range of registered memory; raises UsageError if a part is malformed.
 
     `region` is the registration's random 64-bit number, `address` the virtual address of the first byte, `length` in
-    bytes, `keys` one entry per rail of the owner (1 to 16), in the order of its rails. `writable` and `readable` say
-    what peers may do. `lease` is the number of the owner's lease, `holder` the identity that it was granted to: 0 and
-    zeros where it is none.
+    bytes, `keys` one entry per rail of the owner (1 to 16), in the order of its rails. `writable` and `readable` are
+    the rights of peers. `lease` is the number of the owner's lease, `holder` the identity that it was granted to;
+    without a lease they are 0 and zeros.
     """
 
     owner: Annotated[Address, Converted(Address, _packed_address, _address_of, 400)]
@@ -76,7 +76,7 @@ class RegionDescriptor:
         if (self.lease == 0) != (self.holder == ANYONE):
             raise UsageError("RegionDescriptor: a lease has a number and a holder, other memory neither")
         for start in (self.address, *(key.base for key in self.keys)):
-            # The end itself has to be an address, so that an empty slice there has one.
+            # The end itself must be an address, so that an empty slice there has an address.
             if start + self.length >= _END:
                 raise UsageError(f"RegionDescriptor: {self.length} bytes from {start:#x} leave the 64-bit space")
 
@@ -95,7 +95,7 @@ class RegionDescriptor:
         return descriptor
 
     def slice(self, start: SupportsIndex, stop: SupportsIndex) -> RegionDescriptor:
-        """Return the descriptor of bytes `start` to `stop`, counted from this one's first; raises UsageError.
+        """Return the descriptor of bytes `start` to `stop`, counted from this one's first byte; raises UsageError.
 
         Unlike Python's slices it neither counts from the end nor clips: a range outside is an error.
         """

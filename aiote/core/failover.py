@@ -1,11 +1,11 @@
 """What two engines do when a channel between them dies, and how it comes back.
 
 A *channel* is a pair of endpoints, numbered equally on both sides; each time it is opened again it has a new
-*generation*. When it dies, the posts that have no completion are *unconfirmed*: whether they arrived is unknown, and
-each side knows only its own half. This module owns the agreement of the two about one dead channel and about opening it
-again. `recovery` decides what becomes of the unconfirmed posts; the argument is in docs/failover.md.
+*generation*. When it dies, its posts without a completion are *unconfirmed*: whether they arrived is unknown, because
+each side knows only its own half. This module owns the agreement of the two sides about one dead channel and about
+opening it again. `recovery` decides what becomes of the unconfirmed posts; the argument is in docs/failover.md.
 
-**Counts.** What each side counts, and what follows from the two, is channel_counts.py.
+**Counts.** channel_counts.py defines the counts of each side and the conclusions from both.
 
 **Frames**, over the ordered control connection, each with channel and generation:
 
@@ -14,9 +14,9 @@ again. `recovery` decides what becomes of the unconfirmed posts; the argument is
     Arrivals(counts, messages) what came, with all your AckCounts applied      once, when own and other RailDown are out
     Reopen(address)            from the initiator: this is my new endpoint; from the acceptor: the answer, this is mine
 
-The arrivals are a frame of their own because they must be taken *after* the other side's RailDown was heard: at the
-time of an own RailDown, an AckCounts of the other side may still be on its way here. It would be missing in these
-arrivals and yet be taken out of the sender's table, and posts would count as arrived that did not.
+The arrivals are a frame of their own because they must be taken *after* the other side's RailDown was heard: when a
+side sends its own RailDown, an AckCounts of the other side may still be on its way. That AckCounts would be missing
+from these arrivals and yet be subtracted from the sender's table, so posts would count as arrived that did not arrive.
 
 **Channels.** From the view of one side:
 
@@ -32,15 +32,15 @@ arrivals and yet be taken out of the sender's table, and posts would count as ar
 | DOWN (initiator)     | `due` (after the back-off)       | OPENING    | OpenAgain of the next generation       |
 | OPENING (initiator)  | `on_reopen`, the answer          | JOINING    | Join                                   |
 | DOWN (acceptor)      | `on_reopen`, next generation     | JOINING    | OpenAgain of that generation           |
-| DOWN (acceptor)      | `on_rail_down`, next generation  | LEAVING    | Shut: it came to nothing over there    |
+| DOWN (acceptor)      | `on_rail_down`, next generation  | LEAVING    | Shut: the initiator's attempt failed   |
 | JOINING              | `joined`                         | LIVE       |                                        |
 | any                  | no channel was LIVE for `grace`  | all LOST   | LosePeer, instead of the other actions |
 
-What comes for an older generation is ignored, and so is `failed` of a channel that is on its way down, `joined` of one
-that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that the table does not have
-is the peer's violation (FailoverError: give it up) or, for `shut`, the caller's mistake.
+Frames for an older generation are ignored. So are `failed` for a channel that is on its way down, `joined` for a
+channel that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that is not in the
+table is the peer's violation (FailoverError: lose the peer) or, for `shut`, the caller's mistake.
 
-This module knows no clock, no random source of its own and no endpoint. Tables like its own are in `tallies.pyx`.
+This module knows no clock, no random source of its own and no endpoint. The native tables are in `tallies.pyx`.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ __all__ = [
 
 BACKOFF_FIRST: Final = 0.1  # seconds
 BACKOFF_MAX: Final = 30.0
-STABLE_S: Final = 30.0  # seconds that a channel has to live for the back-off to begin anew
+STABLE_S: Final = 30.0  # seconds after which a live channel's back-off begins anew
 OPENING_LIMIT: Final = 10.0  # seconds from OpenAgain to `joined`
 
 
 @dataclass(frozen=True, slots=True)
 class Shut:
-    """Post nothing more on this channel, stop what opens it, shut its endpoint, drain its queue, then call `shut`."""
+    """Stop posting on this channel, stop opening it, shut its endpoint, drain its queue, then call `shut`."""
 
     channel: int
 
@@ -131,9 +131,9 @@ class Reconcile:
 
 @dataclass(frozen=True, slots=True)
 class OpenAgain:
-    """Open an endpoint and send Reopen; the acceptor joins the address that came, and calls `joined` when it may post.
+    """Open an endpoint and send Reopen. The acceptor also joins the peer's address and calls `joined` when it may post.
 
-    Where that fails, call `failed`.
+    If that fails, call `failed`.
     """
 
     channel: int
@@ -142,7 +142,7 @@ class OpenAgain:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Join the address that came with the acceptor's answer, probe, and call `joined`, or `failed`."""
+    """Join the address from the acceptor's answer, probe, and call `joined`, or `failed`."""
 
     channel: int
     generation: int
@@ -150,7 +150,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class LosePeer:
-    """Give the peer up: nothing can reach it any more."""
+    """Lose the peer: no channel can reach it any more."""
 
     reason: str
 
@@ -159,7 +159,7 @@ Action: TypeAlias = Shut | SendRailDown | SendArrivals | Reconcile | OpenAgain |
 
 
 class ChannelState(enum.Enum):
-    """Where one side stands with a channel: see the table above."""
+    """The state of a channel on one side: see the table above."""
 
     LIVE = "in use"
     SHUTTING = "being shut"
@@ -177,7 +177,7 @@ UP: Final = (LIVE, OPENING, JOINING)
 
 
 class _Channel:
-    """One channel: `until` is when `due` has to look at it, `since` when it became LIVE, `failures` in a row."""
+    """One channel: `until` is when `due` must look at it, `since` when it became LIVE, `failures` in a row."""
 
     __slots__ = ("failures", "generation", "reason", "since", "state", "until")
 
@@ -193,9 +193,9 @@ class _Channel:
 class ChannelStates:
     """The channels toward one peer; all are LIVE at first. Times are seconds of any steady clock.
 
-    `grace` is for how long the peer may be without any channel before it is lost; what is to be posted waits meanwhile.
-    Every method returns what is to be done, in that order; the caller does it before it calls another. After LosePeer
-    there is nothing more to do. What a peer says may raise FailoverError.
+    `grace` is how long the peer may be without any channel before it is lost; posts wait meanwhile. Every method
+    returns the actions to take, in that order; the caller takes them before it calls another method. LosePeer is the
+    last action. Methods that take the peer's frames may raise FailoverError.
     """
 
     def __init__(self, count: int, role: Role, source: random.Random, grace: float = 0.0) -> None:
@@ -215,7 +215,7 @@ class ChannelStates:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `due` at the latest, or None."""
+        """The latest time for the next call of `due`, or None."""
         first = min(self._grace_end, *(channel.until for channel in self._channels))
         return None if first == math.inf else first
 
@@ -228,13 +228,13 @@ class ChannelStates:
         return self._own(k).generation
 
     def failed(self, k: int, reason: str, now: float) -> list[Action]:
-        """Take note that this side found channel k not working, or not to be opened; again is harmless."""
+        """Record that this side found channel k not working or could not open it; may be repeated."""
         return self._leave(k, SHUTTING, reason, now) if self._own(k).state in UP else []
 
     def shut(self, k: int) -> list[Action]:
-        """Take note that the own endpoint is shut, its completion queue read and counted to the end.
+        """Record that this side's endpoint is shut and its completion queue read and counted to the end.
 
-        Raises UsageError where no Shut was asked for.
+        Raises UsageError if no Shut was requested.
         """
         channel = self._own(k)
         if channel.state is LOST:
@@ -279,7 +279,7 @@ class ChannelStates:
         return [Reconcile(k, arrivals)]
 
     def on_ack_counts(self, k: int, generation: int) -> bool:
-        """Tell whether the peer's AckCounts is to be applied to the counts of channel k."""
+        """Return whether the caller must apply the peer's AckCounts to the counts of channel k."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
             return False
@@ -287,7 +287,7 @@ class ChannelStates:
         return True
 
     def on_reopen(self, k: int, generation: int, now: float) -> list[Action]:
-        """Take the peer's Reopen: a wish where it is the initiator, its answer where it is the acceptor."""
+        """Take the peer's Reopen: a request if the peer is the initiator, an answer if it is the acceptor."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
             return []
@@ -303,7 +303,7 @@ class ChannelStates:
         return [Join(k, generation)]
 
     def joined(self, k: int, now: float) -> list[Action]:
-        """Take note that channel k can be posted on."""
+        """Record that channel k can be posted on."""
         channel = self._own(k)
         if channel.state is JOINING:
             channel.state, channel.since, channel.until = LIVE, now, math.inf
@@ -311,7 +311,7 @@ class ChannelStates:
         return []
 
     def due(self, now: float) -> list[Action]:
-        """Open what has waited long enough; take for failed what was not joined in time."""
+        """Open the channels whose back-off is over; treat a channel that was not joined in time as failed."""
         actions: list[Action] = []
         if now >= self._grace_end:
             return self._lose()
@@ -327,7 +327,7 @@ class ChannelStates:
         return actions
 
     def _leave(self, k: int, state: ChannelState, reason: str, now: float) -> list[Action]:
-        """Take a channel out of use; lose the peer where it was the last."""
+        """Take a channel out of use; if it was the last, lose the peer once `grace` is over."""
         channel = self._channels[k]
         if channel.state is LIVE and now - channel.since >= STABLE_S:
             channel.failures = 0
@@ -354,7 +354,7 @@ class ChannelStates:
         return self._channels[k]
 
     def _stale(self, channel: _Channel, generation: int) -> bool:
-        """Tell whether nothing follows from what came, because it is about what is over."""
+        """Return whether a frame can be ignored because its generation, or the peer, is over."""
         return channel.state is LOST or generation < channel.generation
 
     def _current(self, k: int, generation: int, frame: str, states: tuple[ChannelState, ...]) -> None:

@@ -1,14 +1,14 @@
 """Fields: how one value of a record becomes bytes and back.
 
 A record is a frozen dataclass whose annotations carry their field, `port: Annotated[int, U16]`; the order of the
-annotations is the order on the wire, and there is nothing between two values. `Record` reads the annotations once.
-All integers are big-endian. Every field has a bound, and decoding is strict and canonical: one value has one encoding
-(a flag is 0 or 1, a text is valid UTF-8 without control characters), so that a decoded record encodes to the same
-bytes again, which the handshake's transcript relies on. Nothing is reserved on the strength of a length field: a
-length is first compared with the bytes that are really there.
+annotations is the order on the wire, with no bytes between two values. `Record` reads the annotations once. All
+integers are big-endian. Every field has a bound, and decoding is strict and canonical: one value has one encoding (a
+flag is 0 or 1, a text is valid UTF-8 without control characters). So a decoded record encodes to the same bytes again,
+on which the handshake's transcript relies. A length field alone reserves no memory: the length is first compared with
+the bytes that are really there.
 
-This module knows neither messages nor addresses nor whose fault a bad value is: it raises `FieldError`, and its
-callers turn that into their own error.
+This module knows neither messages nor addresses nor which side is at fault for a bad value: it raises `FieldError`, and
+its callers turn that into their own error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FieldError(ValueError):
 
 
 class Cursor:
-    """Reads bytes from the front; `take` raises FieldError where fewer are left than asked for."""
+    """Reads bytes from the front; `take` raises FieldError if fewer are left than it is asked for."""
 
     __slots__ = ("_at", "_data")
 
@@ -60,7 +60,7 @@ class Cursor:
 
     @property
     def left(self) -> int:
-        """Count the bytes not taken yet."""
+        """The number of bytes not taken yet."""
         return len(self._data) - self._at
 
     def take(self, count: int) -> bytes:
@@ -71,7 +71,7 @@ class Cursor:
         return self._data[start : self._at]
 
     def end(self) -> None:
-        """Raise FieldError unless everything was taken."""
+        """Raise FieldError unless all bytes were taken."""
         if self.left:
             raise FieldError(f"{self.left} bytes too many at the end")
 
@@ -81,11 +81,11 @@ class Field(ABC, Generic[T]):
 
     @abstractmethod
     def pack(self, value: T) -> bytes:
-        """Return the bytes of `value`; raises FieldError where it does not fit."""
+        """Return the bytes of `value`; raises FieldError if it does not fit."""
 
     @abstractmethod
     def unpack(self, cursor: Cursor) -> T:
-        """Take one value off the cursor; raises FieldError where the bytes are none."""
+        """Take one value off the cursor; raises FieldError if the bytes encode no value."""
 
 
 class Unsigned(Field[int]):
@@ -171,7 +171,7 @@ class Constant(Fixed):
 
 
 class Blob(Field[bytes]):
-    """Up to `limit` bytes behind a 16-bit length."""
+    """Up to `limit` bytes after a 16-bit length."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -190,9 +190,9 @@ class Blob(Field[bytes]):
 
 
 class Text(Field[str]):
-    """Text without control characters, up to `limit` bytes of UTF-8 behind a 16-bit length.
+    """Text without control characters, up to `limit` bytes of UTF-8 after a 16-bit length.
 
-    Control characters are kept out because texts of a peer end up in terminals and logs.
+    Control characters are refused because texts of a peer end up in terminals and logs.
     """
 
     def __init__(self, limit: int) -> None:
@@ -219,7 +219,7 @@ class Text(Field[str]):
 
 
 class Sentence(Text):
-    """Text for people: packing mends what does not fit, since reporting an error must not raise another one.
+    """Text for people: packing adapts text that does not fit, because reporting an error must not raise another error.
 
     Control characters become spaces, lone surrogates question marks, and a text over the limit ends in "...".
     """
@@ -233,7 +233,7 @@ class Sentence(Text):
 
 
 class Converted(Field[T]):
-    """A value that knows its own bytes, of at most `limit`; `load` raises a ValueError for bytes that are none."""
+    """A value that knows its own bytes, at most `limit`; `load` raises a ValueError for bytes that encode no value."""
 
     def __init__(self, kind: type[T], dump: Callable[[T], bytes], load: Callable[[bytes], T], limit: int) -> None:
         self._kind = kind
@@ -286,7 +286,7 @@ class Record(Field[T]):
 
 
 class Many(Field[tuple[T, ...]]):
-    """Between `least` and `most` records behind their count, of 8 bits where `most` fits in them, else of 16."""
+    """Between `least` and `most` records after their count, which has 8 bits if `most` fits in them, otherwise 16."""
 
     def __init__(self, kind: type[T], least: int, most: int) -> None:
         self._record = Record(kind)
@@ -315,13 +315,13 @@ def _field_of(hint: Any) -> Field[Any]:
 
 
 def _expect(value: object, kind: type) -> None:
-    """Raise FieldError unless `value` is of `kind`; a bool is no integer here."""
+    """Raise FieldError unless `value` is of `kind`; a bool does not count as an int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise FieldError(f"{kind.__name__} expected, got {type(value).__name__}")
 
 
 def wrap(magic: bytes, version: int, body: bytes) -> bytes:
-    """Return `body` behind its magic, a version byte and a 16-bit length, for bytes that travel by themselves."""
+    """Return `body` after its magic, a version byte and a 16-bit length, for bytes that travel by themselves."""
     return magic + U8.pack(version) + U16.pack(len(body)) + body
 
 

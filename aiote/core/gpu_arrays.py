@@ -1,8 +1,8 @@
-"""Arrays in memory of a GPU as NumPy describes arrays: shape, strides, addresses. Nothing of it is ever loaded.
+"""Arrays in memory of a GPU as NumPy describes arrays: shape, strides, addresses. Their bytes are never loaded.
 
-What computes where tensors lie in memory computes that for NumPy's arrays. A `GpuArray` is one whose bytes are a GPU's:
-it lends them by `__cuda_array_interface__`, so that what registers it registers the GPU's memory, and refuses whatever
-would touch them.
+Code that computes where tensors lie in memory can then work on NumPy arrays alone. The bytes of a `GpuArray` are a
+GPU's: the array lends them by `__cuda_array_interface__`, so registering it registers the GPU's memory, and it refuses
+every operation that would touch them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["GpuArray", "gpu_array", "part_of"]
 
 
 class GpuArray(np.ndarray[Any, Any]):
-    """Where an array lies in memory of a GPU. It keeps its lender."""
+    """The place of an array in memory of a GPU. It keeps its lender alive."""
 
     lender: Any = None
     __array_ufunc__ = None  # type: ignore[assignment]
-    """NumPy computes nothing with it."""
+    """This makes NumPy refuse to compute with the array."""
 
     def __array_finalize__(self, made_of: Any) -> None:
         self.lender = getattr(made_of, "lender", None)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The memory of this array, whose elements are bytes."""
+        """The memory of this array, whose elements must be bytes. Raises AttributeError otherwise."""
         found = self.__array_interface__
         if self.dtype != np.uint8:
             raise AttributeError("only bytes are lent")
@@ -52,7 +52,7 @@ class GpuArray(np.ndarray[Any, Any]):
 
 
 class _Interface:
-    """What NumPy makes an array of, without a look at its memory."""
+    """The array interface of a GPU's memory. NumPy makes an array of it without looking at the memory."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str, writable: bool):
         self.__array_interface__ = {
@@ -78,7 +78,7 @@ def _flat(lender: Any, address: int, nbytes: int, writable: bool) -> GpuArray:
 
 
 def part_of(array: GpuArray, start: int, stop: int) -> GpuArray:
-    """Return some of the bytes of a flat array."""
+    """Return bytes `start` to `stop` of a flat array."""
     address = int(array.__array_interface__["data"][0]) + start
     return _flat(array.lender, address, stop - start, array.flags.writeable)
 
@@ -92,7 +92,10 @@ def _of_torch(array: Any) -> tuple[GpuArray, str, GpuArray]:
 
 
 def _extent(view: NDArray[Any]) -> tuple[int, int]:
-    """Return where an array begins and how many bytes it reaches."""
+    """Return the address where an array begins and the number of bytes that it spans.
+
+    Raises UsageError for negative strides and for an empty array.
+    """
     if any(stride < 0 for stride in view.strides) or not view.size:
         raise UsageError(f"an array of shape {view.shape} with strides {view.strides}: positive ones are expected")
     last = sum((count - 1) * stride for count, stride in zip(view.shape, view.strides, strict=True))
@@ -112,12 +115,13 @@ def _interface_of(lender: Any) -> tuple[GpuArray, str]:
 
 
 def gpu_array(array: Any) -> tuple[GpuArray, str, GpuArray] | None:
-    """Describe an array of a GPU: its view, the name of its type, and all of the memory that it is a view of, as bytes.
+    """Describe an array of a GPU: its view, the name of its type, and as bytes all of the memory that it is a view of.
 
-    None for what is no GPU's. torch's tensors, and what has `__cuda_array_interface__`: of one that is a view of a
-    `base` all of that. Raises UsageError for negative strides and for nothing at all.
+    Returns None if the array is not a GPU's. It accepts torch's tensors, and objects with `__cuda_array_interface__`;
+    of an object that is a view of a `base`, all memory of the base. Raises UsageError for negative strides and for
+    empty memory.
     """
-    torch = sys.modules.get("torch")  # what is not imported has made no tensor
+    torch = sys.modules.get("torch")  # without an import of torch there is no tensor
     if torch is not None and isinstance(array, torch.Tensor):
         return _of_torch(array) if array.device.type == "cuda" else None
     if not hasattr(array, "__cuda_array_interface__"):

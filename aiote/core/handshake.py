@@ -7,13 +7,13 @@
                                          <-  Welcome: HMAC(key, acceptor, T)     (or Refused)
 
 T is SHA-256 over the Hello and the Challenge as sent, so both proofs cover both nonces, names, versions and the keyed
-flags: nothing of them can be changed on the way. The session's key is a third HMAC over T.
+flags: none of these can be changed on the way. The session's key is a third HMAC over T.
 
-The initiator proves first, and an acceptor that is not convinced says so and proves nothing: whoever can merely
-connect learns nothing that a key could be guessed with. The two proofs carry different labels, a peer with our own
-identity or nonce is refused, and a proof answers one fresh challenge, so no message can be sent back or used again.
-A side with a key refuses one without, and the reverse: there is no downgrade. The cluster key should be random and of
-32 bytes or more; a listener that plays the acceptor can try guesses on the Proof it gets.
+The initiator proves first. An acceptor that rejects the proof says so and proves nothing itself, so an engine that can
+merely connect learns nothing with which to guess the key. The two proofs carry different labels, a peer with our own
+identity or nonce is refused, and a proof answers one fresh challenge, so no message can be sent back or used again. A
+side with a key refuses a side without, and the reverse: there is no downgrade. The cluster key should be random and of
+32 bytes or more, because a listener that plays the acceptor can try guesses on the Proof it gets.
 
 Names (identity and incarnation) in a Hello are claims until the Proof has been verified. Among holders of the key they
 stay claims: the key proves membership of the cluster, not which member.
@@ -48,12 +48,13 @@ __all__ = [
 
 VERSION = 5
 """Since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames, since 4 each
-channel has a socket for the descriptors of the wake-up page and the ring, since 5 what came has a sign."""
+channel has a socket for the descriptors of the wake-up page and the ring, since 5 the counts in Arrivals have a sign.
+"""
 DEFAULT_NONCE: Callable[[int], bytes] = secrets.token_bytes
 
 
 class RefusalCode(IntEnum):
-    """Why a handshake was refused; `sentence` says it to a person."""
+    """Why a handshake was refused; `sentence` explains it in words."""
 
     VERSION = 1
     WRONG_IDENTITY = 2
@@ -69,7 +70,7 @@ class RefusalCode(IntEnum):
 
     @property
     def sentence(self) -> str:
-        """Return what is wrong and what to do, for a person."""
+        """Return what is wrong and what to do about it, in words."""
         return _SENTENCES[self]
 
 
@@ -89,7 +90,7 @@ _SENTENCES = {
 
 
 def refused(code: int, text: str = "") -> Refused:
-    """Return the message that refuses with `code`, its sentence standing in for an empty `text`."""
+    """Return the message that refuses with `code`; an empty `text` is replaced by the code's sentence."""
     if not text and code in _SENTENCES:
         text = RefusalCode(code).sentence
     return Refused(int(code), text)
@@ -97,10 +98,10 @@ def refused(code: int, text: str = "") -> Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeConfig:
-    """What one engine brings to every handshake; raises UsageError where a part is malformed.
+    """The part of every handshake that is the same for one engine; raises UsageError if a part is malformed.
 
-    `identity` is 16 bytes, not all zero; `incarnation` 64 bits; `cluster_key` the shared secret or None; `versions`
-    the lowest and the highest version of the protocol that this side speaks.
+    `identity` is 16 bytes, not all zero; `incarnation` 64 bits; `cluster_key` the shared secret or None; `versions` the
+    lowest and the highest version of the protocol that this side speaks.
     """
 
     identity: bytes
@@ -125,13 +126,13 @@ class HandshakeConfig:
 
     @property
     def keyed(self) -> bool:
-        """Say whether there is a cluster key."""
+        """Whether there is a cluster key."""
         return self.cluster_key is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Established:
-    """What a finished handshake established: the peer's name, the version, and the key of the tags."""
+    """The result of a finished handshake: the peer's name, the version, and the key of the tags."""
 
     identity: bytes
     incarnation: int
@@ -160,14 +161,14 @@ def _drawn(nonce: Callable[[int], bytes]) -> bytes:
 
 
 def _wrong_key(initiator_keyed: bool, acceptor_keyed: bool) -> Refused | None:
-    """Return the refusal of a side with a key against one without."""
+    """Return the refusal if one side has a cluster key and the other has none, otherwise None."""
     if initiator_keyed == acceptor_keyed:
         return None
     return refused(RefusalCode.KEY_REQUIRED if acceptor_keyed else RefusalCode.KEY_UNEXPECTED)
 
 
 def _wrong_name(wanted: tuple[bytes, int], found: tuple[bytes, int]) -> Refused | None:
-    """Return the refusal where an engine was wanted, by identity and incarnation, and another one found."""
+    """Return the refusal if the engine found is not the one wanted, by identity and incarnation; otherwise None."""
     if wanted == (ANYONE, 0) or wanted == found:
         return None
     if wanted[0] != found[0]:
@@ -181,7 +182,7 @@ def _wrong_name(wanted: tuple[bytes, int], found: tuple[bytes, int]) -> Refused 
 
 
 class Initiator:
-    """The side that connected; `target` is whom it wants, None for whoever answers."""
+    """The side that connected; `target` is the engine that it wants, None for any engine that answers."""
 
     def __init__(self, config: HandshakeConfig, target: Address | None, nonce: Callable[[int], bytes]) -> None:
         self._config = config
@@ -217,7 +218,10 @@ class Initiator:
         return Proof(self._proofs.initiator)
 
     def welcomed(self, welcome: Welcome) -> Established | Refused:
-        """Return the session, or the refusal of an acceptor whose proof is wrong."""
+        """Return the session, or the refusal of an acceptor whose proof is wrong.
+
+        Raises ControlError before the Challenge.
+        """
         if self._proofs is None or self._challenge is None:
             raise ControlError("a Welcome before the Challenge")
         if not hmac.compare_digest(welcome.hmac, self._proofs.acceptor):
@@ -236,7 +240,7 @@ class Acceptor:
         self._challenge: Challenge | None = None
 
     def greeted(self, hello: Hello) -> Refused | None:
-        """Return the refusal of an initiator that is not acceptable, or None where `challenge` may follow."""
+        """Return the refusal of an initiator that is not acceptable, or None if `challenge` may follow."""
         low, high = self._config.versions
         if hello.version_max < low or hello.version_min > high or hello.version_min > hello.version_max:
             return refused(RefusalCode.VERSION)
@@ -253,7 +257,7 @@ class Acceptor:
         return None
 
     def challenge(self) -> Challenge:
-        """Return our answer to the Hello that was found acceptable."""
+        """Return our answer to the Hello that was found acceptable. Raises ControlError before the Hello."""
         if self._hello is None:
             raise ControlError("a Challenge before the Hello")
         self._challenge = Challenge(
@@ -266,7 +270,10 @@ class Acceptor:
         return self._challenge
 
     def proven(self, proof: Proof) -> tuple[Welcome, Established] | Refused:
-        """Return our own proof and the session, or the refusal of a wrong proof, which shows nothing of the key."""
+        """Return our own proof and the session, or the refusal of a wrong proof, which reveals nothing of the key.
+
+        Raises ControlError before the Challenge.
+        """
         if self._hello is None or self._challenge is None:
             raise ControlError("a Proof before the Challenge")
         proofs = _Proofs(self._config.cluster_key, self._hello, self._challenge)

@@ -1,18 +1,18 @@
-"""Counting immediates: how stripes add up to writes, and who is told when.
+"""Counting immediates: how stripes add up to writes, and which waiter is told when.
 
 **Units.** A write split in k stripes adds 1/k for each of them. To add exactly, the count is kept in units of
 
     UNITS = lcm(1, ..., 16) = 720720
 
-so a stripe of a write of k stripes adds UNITS // k, an integer for every k that the wire can say, and the k of them
-make UNITS. Addition commutes: neither the order of arrival, nor the mixing of writes that were split differently, nor
-the rails that they came by can change the sum. `value` counts whole writes, units // UNITS; with several writes under
-way their parts may make a whole before any single one is complete, which is why `wait(n)` means "all of them" where n
-writes are in flight on that value.
+so a stripe of a write of k stripes adds UNITS // k, an integer for every k that the wire can express, and its k stripes
+add up to UNITS. Addition commutes: the sum depends neither on the order of arrival, nor on the mixing of writes that
+were split differently, nor on the rails that carried them. `value` counts whole writes, units // UNITS. With several
+writes in flight, their parts may add up to a whole before any single write is complete, so `wait(n)` means "all of
+them" where n writes are in flight on that value.
 
-**Waiters** stand in one queue for each immediate, and only its head is looked at: when units >= n * UNITS it is
-satisfied, n * UNITS are consumed, and the next is looked at. A waiter further back that would need less waits all the
-same, so that nobody starves. No waiter needs to be there before the arrivals: what comes early is kept.
+**Waiters** stand in one queue for each immediate, and only its head is examined: when units >= n * UNITS it is
+satisfied, n * UNITS are consumed, and the next is examined. A waiter further back waits even if it needs less, so that
+no waiter starves. No waiter needs to be there before the arrivals: counts that arrive early are kept.
 
 **Tickets.** A ticket is one wait:
 
@@ -20,16 +20,16 @@ same, so that nobody starves. No waiter needs to be there before the arrivals: w
 |-----------|-----------------------------------------|-----------|---------------------------------------------|
 |           | `wait`                                  | PENDING   | unchanged                                   |
 | PENDING   | it is the head, and there are enough    | SATISFIED | n * UNITS consumed                          |
-| PENDING   | `cancel`                                | CANCELLED | unchanged; the queue is looked at again      |
+| PENDING   | `cancel`                                | CANCELLED | unchanged; the queue is examined again      |
 | SATISFIED | `deliver`: its waiter was told          | DELIVERED | unchanged                                   |
-| SATISFIED | `cancel`: its waiter left before that   | CANCELLED | n * UNITS given back; the queue is looked at |
+| SATISFIED | `cancel`: its waiter left before that   | CANCELLED | n * UNITS given back; the queue is examined |
 
-The last two states are final. SATISFIED is the turn of the event loop in which a task that is cancelled would
-otherwise take its counts with it.
+The last two states are final. SATISFIED covers the turn of the event loop between the count and its delivery: without
+this state, a task that is cancelled in that turn would take its counts with it.
 
-**Entries.** An immediate has an entry only while its units are not zero, somebody holds it, or a ticket of it is open
-(PENDING or SATISFIED); absent means zero. So 2**28 immediates cost nothing, and the table grows only with what is in
-use.
+**Entries.** An immediate has an entry only while its units are not zero, it has a holder, or a ticket of it is open
+(PENDING or SATISFIED); an absent entry means zero. So 2**28 immediates cost nothing, and the table grows only with the
+immediates in use.
 
 This module knows neither tasks nor rails nor time. It is the reference for the native twin.
 """
@@ -51,7 +51,7 @@ MAX_WAIT: Final = 1 << 40  # writes; times UNITS it is below 2**60, so that nati
 
 
 class TicketState(enum.Enum):
-    """Where a wait stands: see the table above."""
+    """The state of a wait: see the table above."""
 
     PENDING = enum.auto()
     SATISFIED = enum.auto()
@@ -60,7 +60,7 @@ class TicketState(enum.Enum):
 
 
 class Ticket:
-    """One wait for `n` writes of the immediate `imm`; made by `ImmCounters.wait`, changed by it alone."""
+    """One wait for `n` writes of the immediate `imm`; only `ImmCounters` makes and changes it."""
 
     __slots__ = ("imm", "n", "state")
 
@@ -79,7 +79,7 @@ class Ticket:
 
 
 class _Entry:
-    """One immediate: units not consumed, holders, the queue, and how many tickets are satisfied but not delivered."""
+    """One immediate: units not consumed, holders, the queue, and the number of tickets satisfied but not delivered."""
 
     __slots__ = ("holders", "queue", "undelivered", "units")
 
@@ -102,25 +102,25 @@ class ImmCounters:
         self._entries: dict[int, _Entry] = {}
 
     def __len__(self) -> int:
-        """Return how many immediates have an entry."""
+        """Return the number of immediates that have an entry."""
         return len(self._entries)
 
     def arrive(self, imm_data: int) -> list[Ticket]:
-        """Count one stripe by the 32-bit immediate that it carried, and return the tickets that are satisfied by it."""
+        """Count one stripe by the 32-bit immediate that it carried, and return the tickets that it satisfies."""
         imm, stripes = decode_immediate(imm_data)
         entry = self._entry(imm)
         entry.units += UNITS // stripes
         return self._commit(imm, entry)
 
     def value(self, imm: int) -> int:
-        """Return how many whole writes were counted and not consumed."""
+        """Return the number of whole writes that were counted and not consumed."""
         entry = self._entries.get(check_immediate(imm))
         return entry.units // UNITS if entry else 0
 
     def wait(self, imm: int, n: int) -> Ticket:
-        """Queue for `n` writes; the ticket may be satisfied at once (n = 0 is, if nobody waits before it).
+        """Queue for `n` writes; the ticket may be satisfied at once (as n = 0 is, if no other waits before it).
 
-        Raises UsageError for a negative n and for one over MAX_WAIT.
+        Raises UsageError for a negative n and for n over MAX_WAIT.
         """
         if not 0 <= n <= MAX_WAIT:
             raise UsageError(f"a wait for {n} counts, expected 0 to {MAX_WAIT}")
@@ -131,7 +131,7 @@ class ImmCounters:
         return ticket
 
     def deliver(self, ticket: Ticket) -> None:
-        """Say that the waiter of a satisfied ticket was told: its counts are consumed for good.
+        """Record that the waiter of a satisfied ticket was told: its counts are consumed for good.
 
         Raises UsageError for a ticket that is not satisfied.
         """
@@ -143,7 +143,7 @@ class ImmCounters:
         self._commit(ticket.imm, entry)
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
-        """End a wait and return the tickets that are satisfied by that; nothing happens to a ticket that is over."""
+        """End a wait and return the tickets that this satisfies; a ticket that is over is left unchanged."""
         if ticket.state not in (TicketState.PENDING, TicketState.SATISFIED):
             return []
         entry = self._entries[ticket.imm]
@@ -160,10 +160,10 @@ class ImmCounters:
         self._entry(check_immediate(imm)).holders += 1
 
     def free(self, imm: int) -> None:
-        """Let go of an immediate; what it still counted is dropped when no holder and no open ticket is left.
+        """Remove one holder of an immediate; with neither a holder nor an open ticket left, drop its remaining counts.
 
-        Counts are kept for an open ticket: whoever frees an immediate for good cancels its waits first. Stripes of it
-        that arrive later start a new count.
+        Counts are kept for an open ticket: to free an immediate for good, cancel its waits first. Stripes of it that
+        arrive later start a new count.
         """
         entry = self._entries.get(check_immediate(imm))
         if entry is None:
@@ -177,7 +177,7 @@ class ImmCounters:
         return self._entries.setdefault(imm, _Entry())
 
     def _commit(self, imm: int, entry: _Entry) -> list[Ticket]:
-        """Satisfy from the head of the queue for as long as there is enough; drop an entry that says nothing."""
+        """Satisfy from the head of the queue for as long as there is enough; drop an entry that is no longer needed."""
         satisfied = []
         while entry.queue and entry.units >= entry.queue[0].n * UNITS:
             ticket = entry.queue.popleft()

@@ -1,9 +1,9 @@
 """Numbers of leases: which are granted to whom, and which a holder has been told are void.
 
-A lease has a number, drawn in order by the engine that grants it. Of the numbers that it has drawn so far all are void
-for a holder but those of its own live leases; so what is void can be told in ranges, as many as it has live leases and
-one more, however many leases there were. `Grants` is the granting side, `Revocations` what a holder remembers of one
-such engine. Neither knows time or connections.
+Each lease has a number, which the granting engine draws in ascending order. For one holder, every number drawn so far
+is void except those of its own live leases. Void numbers can therefore be told as ranges: at most one more than the
+holder has live leases, however many leases there were. `Grants` is the granting side; `Revocations` is what a holder
+remembers of one such engine. Neither knows time or connections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Grants:
         return self._last
 
     def revoke(self, holder: Hashable, lease: int) -> tuple[int, int]:
-        """End a lease; return the range around its number that is void for the holder, both ends included."""
+        """End a lease; return the range around its number that is void for the holder, both ends included.
+
+        Raises KeyError if the holder has no such lease.
+        """
         live = self._live.get(holder, [])
         at = bisect_left(live, lease)
         if at == len(live) or live[at] != lease:
@@ -59,19 +62,20 @@ class Grants:
 
 
 class Revocations:
-    """The numbers that are void for this engine, as another one has told."""
+    """The numbers that another engine has told this one are void."""
 
     __slots__ = ("_highs", "_lows")
 
     def __init__(self) -> None:
-        # Disjoint ranges that do not touch, in order.
+        # Disjoint ranges that do not touch, in ascending order.
         self._lows: list[int] = []
         self._highs: list[int] = []
 
     def add(self, low: int, high: int) -> None:
-        """Take note that the numbers from `low` to `high` are void; nothing where there are none.
+        """Record that the numbers from `low` to `high` are void; an empty range changes nothing.
 
-        Raises UsageError for more ranges than an engine has that grants in good faith: it has a live lease between two.
+        Raises UsageError beyond MAX_RANGES: two ranges have a live lease between them, and an honest engine has fewer
+        leases.
         """
         if low > high:
             return
@@ -90,5 +94,5 @@ class Revocations:
         return at < len(self._lows) and self._lows[at] <= lease
 
     def __len__(self) -> int:
-        """Return how many ranges are remembered."""
+        """Return the number of remembered ranges."""
         return len(self._lows)

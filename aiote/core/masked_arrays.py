@@ -1,4 +1,4 @@
-"""Arrays with a mask, which lies beside their elements: they would travel without it, in silence."""
+"""Refuse arrays with a mask: the mask lies beside the elements, so the elements would travel without it, unnoticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["require_unmasked"]
 
 def require_unmasked(what: str, array: object) -> None:
     """Raise UsageError for an array with a mask."""
-    # Without the class there is no such array. Another thread may be importing the module.
+    # If numpy.ma is not imported, or another thread is just importing it, there is no masked array yet.
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if masked is not None and isinstance(array, masked):
         raise UsageError(

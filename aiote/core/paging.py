@@ -6,23 +6,22 @@ number i of the list is the half-open byte range
     start(i) = offset + indices[i] * stride
     page(i)  = [start(i), start(i) + page_bytes)
 
-relative to the region's first byte. A KV cache of layers x pages is one region: `stride` is the distance of two pages
-of the same layer, `offset` where the layer begins (or a run of heads within each page), `indices` what the allocator
-handed out.
+relative to the region's first byte. A KV cache of layers x pages is one region: `stride` is the distance between two
+pages of the same layer, `offset` the start of the layer (or of a run of heads within each page), `indices` the numbers
+that the allocator handed out.
 
-Nothing is said about the order of the indices: they may repeat, and with a `stride` smaller than `page_bytes` (0
-included) neighbouring pages overlap. That is legal and useful in a *source*: windows over a sequence, one page sent to
-many places. In a *target* the bytes that two pages share end up as either one wrote them, because no order is promised
-among writes.
+The indices may be in any order and may repeat, and with a `stride` smaller than `page_bytes` (0 included) neighbouring
+pages overlap. That is legal and useful in a *source*: windows over a sequence, one page sent to many places. In a
+*target*, bytes that two pages share end up as either page wrote them, because writes have no promised order.
 
-This module knows numbers only: no region, no memory, no peer. It is the reference for the native expansion, which
-works in 64 bits. That one must not compute `start(i) + page_bytes` before it knows that the sum is small; it can ask
+This module knows numbers only: no region, no memory, no peer. It is the reference for the native expansion, which works
+in 64 bits. The native code must not compute `start(i) + page_bytes` before it knows that the sum is small; it can test
 instead
 
     page_bytes <= length  and  offset <= length - page_bytes  and
     (stride == 0  or  indices[i] <= (length - page_bytes - offset) // stride)
 
-which has no sum and no product, and is true exactly where `check(length)` is content.
+which has no sum and no product, and is true exactly if `check(length)` raises no error.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class PageList:
     """A list of pages of one region.
 
     `indices` are page numbers (any iterable of integers, NumPy's included), `page_bytes`, `stride` and `offset` are in
-    bytes. No page is checked against a region here: that is `check`. An empty list is legal and names no byte.
-    Raises UsageError for a negative index, stride or offset, and for pages that are not at least one byte long.
+    bytes. The constructor checks no page against a region; `check` does. An empty list is legal and names no byte.
+    Raises UsageError for a negative index, stride or offset, and for pages of less than one byte.
     """
 
     __slots__ = ("indices", "offset", "page_bytes", "stride")
@@ -68,7 +67,7 @@ class PageList:
         return [(self.start(position), self.page_bytes) for position in range(len(self))]
 
     def check(self, region_length: int) -> None:
-        """Raise UsageError that names the first page which does not lie within a region of so many bytes."""
+        """Raise UsageError, which names the first page that does not lie within a region of `region_length` bytes."""
         for position, (start, length) in enumerate(self.ranges()):
             if start + length > region_length:
                 raise UsageError(
@@ -81,7 +80,7 @@ class PageList:
 def pair_pages(src: PageList, dst: PageList) -> list[tuple[int, int, int]]:
     """Return (source offset, target offset, length) in bytes for every page, first with first and so on.
 
-    Raises UsageError where the two lists differ in the number or in the size of their pages; strides may differ.
+    Raises UsageError if the two lists differ in the number or in the size of their pages; strides may differ.
     """
     if len(src) != len(dst):
         raise UsageError(
@@ -96,7 +95,7 @@ def pair_pages(src: PageList, dst: PageList) -> list[tuple[int, int, int]]:
 
 
 def integer(name: str, value: int, least: int) -> int:
-    """Return a value as an int; raise UsageError that names it unless it is an integer of at least `least`."""
+    """Return a value as an int; raise UsageError, which names it, unless it is an integer of at least `least`."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,7 +1,7 @@
 """Which rails of two engines are joined.
 
-Both sides compute the same pairs from the two offers, so nothing has to be agreed on: rails are joined when they
-speak the same on the wire, and where one side has more of a kind, the other's serve several of them.
+Both sides compute the same pairs from the two offers, so they need no agreement about them. Rails are joined if they
+use the same wire format. If one side has more rails of a format, each of the other side's rails serves several of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_PAIRS = 16
 def pair_rails(initiator: Sequence[str], acceptor: Sequence[str]) -> list[tuple[int, int]]:
     """Return (initiator's rail, acceptor's rail) for each pair, from the wire formats of the rails of both.
 
-    With a rails of one format here and b there, max(a, b) pairs are made, rail i of each side serving pair i
-    modulo its number. At most `MAX_PAIRS` in all; an empty list means that the two have no format in common.
+    With a rails of one format here and b there, max(a, b) pairs are made, and rail i of each side serves pair i modulo
+    its number. There are at most `MAX_PAIRS` pairs; an empty list means that the two have no format in common.
     """
     pairs: list[tuple[int, int]] = []
     for wire in dict.fromkeys(initiator):

@@ -1,24 +1,24 @@
-"""What becomes of the posts of a dead channel: rewritten, posted again, or known to have arrived.
+"""The fate of the posts of a dead channel: rewritten, posted again, or known to have arrived.
 
 A *post* is one work request: a stripe of a write, a read, an immediate alone, a message. (Natively one may be for
-several pages; it then stands for as many posts, which have the same fate.) A *work* is what waits for posts, a
-transfer. A post is *resolved* when it was confirmed, when it was never posted and its work is cancelled, or when the
-recovery that took it over is over. A work is over when all its posts are resolved.
+several pages; it then stands for as many posts, which have the same fate.) A *work* is a transfer or a recovery that
+waits for posts. A post is *resolved* when it was confirmed, when it was never posted and its work is cancelled, or when
+the recovery that took it over is over. A work is over when all its posts are resolved.
 
-`take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the confirmed counts and
-what the other side says arrived. Never before: an old byte could land after the work was over.
+`take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the confirmed counts and the other
+side's report of its arrivals. It must not be called earlier: an old byte could land after the work was over.
 
-| post                     | what becomes of it                                                          |
-|--------------------------|-----------------------------------------------------------------------------|
-| message that arrived     | resolved                                                                    |
-| message that did not     | posted again with its number, cancelled or not, for a gap would never close |
-| of a cancelled work      | resolved: nothing more is done for it                                       |
-| read, or write uncounted | posted again                                                                |
-| counted, and all came    | resolved ("all": all of its immediate on this channel)                      |
-| counted, and not all     | taken over by a recovery of its immediate                                   |
-| confirmed, and forgotten | resolved long ago; a recovery of its immediate without posts counts again   |
+| post                     | its fate                                                                        |
+|--------------------------|---------------------------------------------------------------------------------|
+| message that arrived     | resolved                                                                        |
+| message that did not     | posted again with its number, cancelled or not, because a gap would never close |
+| of a cancelled work      | resolved: no more is done for it                                                |
+| read, or write uncounted | posted again                                                                    |
+| counted, and all came    | resolved ("all": all of its immediate on this channel)                          |
+| counted, and not all     | taken over by a recovery of its immediate                                       |
+| confirmed, and forgotten | resolved long ago; a recovery of its immediate without posts counts again       |
 
-A **recovery** is about one immediate of one dead channel, of whose posts `came` arrived, nobody knows which:
+A **recovery** deals with one immediate of one dead channel. It knows that `came` of its posts arrived, not which ones:
 
 | stage     | it has posted                                          | left when all of those are resolved     |
 |-----------|--------------------------------------------------------|-----------------------------------------|
@@ -26,16 +26,17 @@ A **recovery** is about one immediate of one dead channel, of whose posts `came`
 | COUNTING  | max(0, live - came) immediates alone, as counted posts | to OVER: its posts are resolved         |
 | OVER      |                                                        |                                         |
 
-Not one immediate before the last rewrite: it might be taken for the one of another write whose bytes are not there yet.
-What a recovery posts are posts like any other, whose work is the recovery. So recoveries nest: an immediate that is
-unconfirmed on another dead channel is taken over by a second recovery (without bytes to rewrite). That resolves it when
-it is over, and until then the first is not over. A rewrite is uncounted, and is posted again.
+It posts no immediate before the last rewrite is resolved, because the receiver might take it for the immediate of
+another write whose bytes are not there yet. The posts of a recovery are posts like any other; their work is the
+recovery. So recoveries nest: an immediate that is unconfirmed on another dead channel is taken over by a second
+recovery (without bytes to rewrite). The second resolves it when it is over, and until then the first is not over. A
+rewrite is uncounted, so it is posted again.
 
-When a work is cancelled, its posts in a recovery are resolved at once, except those that are being rewritten: these are
-resolved with their rewrite. A recovery that has no posts left is cancelled in its turn, unless it also counts again
-what was forgotten. How many immediates are missing is counted when they are posted, by what is live then.
+When a work is cancelled, its posts in a recovery are resolved at once, except those that are being rewritten, which are
+resolved with their rewrite. A recovery that has no posts left is cancelled in turn, unless it also repeats forgotten
+counts. The number of missing immediates is computed when they are posted, from the posts that are live then.
 
-This module knows neither channels nor time. What it returns is to be posted on any live channel, in any order.
+This module knows neither channels nor time. The posts that it returns may go over any live channel, in any order.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ __all__ = [
     "take_over",
 ]
 
-GAPS_LIMIT: Final = 1024  # a gap is a message under way, and a peer has few credits for those
+GAPS_LIMIT: Final = 1024  # a gap is a message in flight, for which a peer has few credits
 
 
 class TrackedWork:
-    """Whatever posts belong to: how many of them are not resolved, and whether it was cancelled."""
+    """The owner of posts: the number of its posts that are not resolved, and whether it was cancelled."""
 
     __slots__ = ("cancelled", "open", "taken")
 
@@ -74,15 +75,15 @@ class TrackedWork:
 
     @property
     def live(self) -> bool:
-        """Whether its posts have to come to their target."""
+        """Whether its posts must reach their target."""
         return not self.cancelled
 
 
 class Post:
-    """One work request; to make one opens it in its work.
+    """One work request; making one counts it as open in its work.
 
     `what` says what it moves (the engine knows how to read it), None for an immediate alone. `imm_data` is its
-    immediate, where it is counted, `number` its message's number. `origin` is the post that this one rewrites.
+    immediate if it is counted, `number` its message's number. `origin` is the post that this one rewrites.
     """
 
     __slots__ = ("imm_data", "number", "origin", "recovery", "rewrite", "what", "work")
@@ -107,12 +108,12 @@ class Post:
 
     @property
     def live(self) -> bool:
-        """Whether it is to be posted; one that waits to be and is not live any more is to be given to `resolved`."""
+        """Whether it must still be posted. A post that waits and is no longer live must be given to `resolved`."""
         return self.number is not None or (self.work.live if self.origin is None else self.origin.live)
 
 
 class Stage(enum.Enum):
-    """Where a recovery stands: see the table above."""
+    """The stage of a recovery: see the table above."""
 
     REWRITING = enum.auto()
     COUNTING = enum.auto()
@@ -135,7 +136,7 @@ class Recovery(TrackedWork):
             post.work.taken[post] = None
 
     def rewrites(self) -> list[Post]:
-        """Return what brings the bytes: the first step."""
+        """Return the posts that rewrite the bytes: the first step."""
         again = []
         for post in self.posts:
             if post.what is not None:
@@ -144,7 +145,7 @@ class Recovery(TrackedWork):
         return again
 
     def advance(self) -> tuple[list[Post], list[Post]]:
-        """Go on when nothing is open; return what to post, and what is resolved by this."""
+        """Advance if no post is open; return the posts to make, and the posts that this resolves."""
         again: list[Post] = []
         if self.open == 0 and self.stage is Stage.REWRITING:
             self.stage = Stage.COUNTING
@@ -159,7 +160,7 @@ class Recovery(TrackedWork):
         return again, []
 
     def release(self, post: Post) -> None:
-        """Let a post go; it is to be resolved."""
+        """Remove a post, which the caller resolves."""
         del self.posts[post]
         del post.work.taken[post]
         post.recovery = None
@@ -168,11 +169,12 @@ class Recovery(TrackedWork):
 def take_over(
     posts: Iterable[Post], confirmed: Mapping[int, int], arrivals: Account, forgettable: int = 0
 ) -> list[Post]:
-    """Decide about the unconfirmed posts of a channel that is shut on both sides; return what is to be posted.
+    """Decide about the unconfirmed posts of a channel that is shut on both sides; return the posts to make.
 
-    `forgettable`: how many counts the other side may have dropped when it shut its own (`ChannelCounts.forgettable`).
+    `forgettable`: how many counts the other side may have dropped when it shut its endpoint
+    (`ChannelCounts.forgettable`).
 
-    Raises FailoverError where the numbers of the two sides cannot both be right; nothing was changed then.
+    Raises FailoverError, before anything is changed, if the numbers of the two sides contradict each other.
     """
     again: list[Post] = []
     over: list[Post] = []
@@ -199,21 +201,24 @@ def take_over(
 
 
 def resolved(post: Post) -> list[Post]:
-    """Take note that a post was confirmed, or is not live and was not posted; return what may be posted now."""
+    """Record that a post was confirmed, or was neither live nor posted; return the posts that may be made now."""
     return _resolve([post])
 
 
 def cancel(work: TrackedWork) -> list[Post]:
-    """Cancel a work; return what may be posted now. What of it is posted drains, what is queued is to be resolved."""
+    """Cancel a work; return the posts that may be made now.
+
+    Its posted requests drain; the caller gives its queued posts to `resolved`.
+    """
     work.cancelled = True
     return _resolve(_let_go(list(work.taken)))
 
 
 def _let_go(posts: list[Post]) -> list[Post]:
-    """Take posts that nobody wants out of their recoveries, unless they are being rewritten; return what is resolved.
+    """Take posts of cancelled works out of their recoveries, unless they are being rewritten; return the resolved ones.
 
-    A recovery that has none left is cancelled itself, and so on with the immediates that it has in others; not so where
-    `came` is below zero.
+    A recovery that has no posts left is cancelled itself, and so on with the immediates that it has in other
+    recoveries, unless its `came` is below zero.
     """
     over = []
     while posts:
@@ -223,7 +228,7 @@ def _let_go(posts: list[Post]) -> list[Post]:
         recovery = post.recovery
         recovery.release(post)
         over.append(post)
-        # What it counts for those that were forgotten is of transfers that are over, which nobody can cancel.
+        # Below zero, it repeats forgotten counts of transfers that are over, which cannot be cancelled any more.
         if not recovery.posts and recovery.came >= 0:
             recovery.cancelled = True
             posts += recovery.taken
@@ -231,7 +236,7 @@ def _let_go(posts: list[Post]) -> list[Post]:
 
 
 def _resolve(over: list[Post]) -> list[Post]:
-    """Resolve posts and whatever follows from that."""
+    """Resolve posts and everything that follows from that; return the posts that may be made now."""
     again: list[Post] = []
     while over:
         post = over.pop()
@@ -250,23 +255,23 @@ def _resolve(over: list[Post]) -> list[Post]:
 
 
 class MessageNumbers:
-    """Which messages of a peer arrived, by number from 1 up, whichever channel they came by.
+    """The messages of a peer that arrived, by number from 1 up, over any channel.
 
-    It takes room by the gaps only: a number that is missing is a message under way, of which there are no more than
-    the peer has credits.
+    Its size depends on the gaps only: a missing number is a message in flight, and there are at most as many of these
+    as the peer has credits.
     """
 
     __slots__ = ("_highs", "_lows")
 
     def __init__(self) -> None:
-        # Disjoint ranges that do not touch, in order; the first is up to the high-water mark.
+        # Disjoint ranges that do not touch, in ascending order; the first ends at the high-water mark.
         self._lows = [1]
         self._highs = [0]
 
     def arrive(self, number: int) -> bool:
-        """Tell whether this message is new; one that is not is to be dropped.
+        """Record a message and return whether it is new; the caller drops one that is not.
 
-        Raises FailoverError for a number that no peer of good faith can have sent.
+        Raises FailoverError for a number that an honest peer cannot have sent.
         """
         if number < 1:
             raise FailoverError(f"the peer sends a message with the number {number}, expected at least 1")
@@ -286,6 +291,6 @@ class MessageNumbers:
         return True
 
     def mark(self) -> Received:
-        """Return what to say in Arrivals."""
+        """Return the record of arrived messages for an Arrivals."""
         ranges = list(zip(self._lows, self._highs, strict=True))
         return Received(ranges[0][1], tuple(ranges[1:]))

@@ -1,12 +1,12 @@
-"""When work that is under way toward a live peer counts as stuck.
+"""When work in flight toward a live peer counts as stuck.
 
-Heartbeats go over the control connection. A data connection can be lost on its own (a firewall, one NIC of several),
-and then the provider reports nothing and the peer is heard all the same. So the shell looks at each channel that has
-work: how many of its requests have ended, and how many bytes its connection has moved. A channel on which neither
-changes for `patience` is stuck; one that is merely slow is not, for its bytes go on.
+Heartbeats go over the control connection. A data connection can be lost on its own (a firewall, one NIC of several):
+then the provider reports nothing, and the peer is still heard. So the caller looks at each channel that has work: how
+many of its requests have ended, and how many bytes its connection has moved. A channel on which neither changes for
+`patience` is stuck; a channel that is merely slow is not, because its bytes go on.
 
-`StallDetector` knows no clock, as `HeartbeatClock`. A shell that was itself held up did not look, and its peer's answer
-may lie in a socket's buffer: the time between two looks counts as at most one `interval`.
+`StallDetector` knows no clock, like `HeartbeatClock`. A caller that was itself held up did not look, and its peer's
+answer may lie in a socket's buffer, so the time between two looks counts as at most one `interval`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNSEEN = -1
 
 @dataclass(slots=True)
 class LastLook:
-    """What a channel had done at the last look, and for how long it has done nothing more."""
+    """The state of a channel at the last look, and the time since it last changed."""
 
     ended: int
     moved: int = UNSEEN
@@ -31,8 +31,8 @@ class LastLook:
 class StallDetector:
     """The channels of one peer; times in seconds.
 
-    `limit` is the longest time that whoever waits is to wait: the patience is shorter by an interval, which the looks
-    may take, but at least half of the limit.
+    `limit` is the longest time that a waiting task is to wait. The patience is shorter than that by one interval, which
+    the looks may take, but at least half of the limit.
     """
 
     __slots__ = ("_interval", "_last", "_marks", "_patience")
@@ -44,14 +44,15 @@ class StallDetector:
         self._marks: dict[int, LastLook] = {}
 
     def due(self, now: float) -> bool:
-        """Say whether it is time to look: half an interval after the last time."""
+        """Return whether it is time to look: half an interval after the last time."""
         return now >= self._last + self._interval / 2
 
     def look(self, now: float, ended: Mapping[int, int], moved: Callable[[int], int]) -> int | None:
-        """Return a channel that is stuck, if any.
+        """Return a channel that is stuck, or None.
 
-        `ended` has the requests that have ended so far of each channel with work. `moved` is asked for a channel on
-        which none has ended since the last look; it returns the bytes so far, a negative number where nobody can tell.
+        `ended` has, for each channel with work, the number of requests that have ended so far. `moved` is called for a
+        channel on which no request has ended since the last look; it returns the bytes so far, or a negative number if
+        that is unknown.
         """
         passed = min(now - self._last, self._interval)
         self._last = now

@@ -1,6 +1,6 @@
-"""How one write is split in stripes, and what its immediate looks like on the wire.
+"""How one write is split in stripes, and how its immediate is encoded on the wire.
 
-A *stripe* is a part of a write that one rail carries as one message. Splitting has two reasons: a provider has a
+A *stripe* is a part of a write that one rail carries as one message. A write is split for two reasons: a provider has a
 largest message, and several rails together are faster than one. With
 
     largest   the provider's largest message, in bytes
@@ -15,28 +15,28 @@ stripes. Stripe j of n over L bytes, with q, r = divmod(L, n), is
 
     offset(j) = j * q + min(j, r)        size(j) = q + 1 if j < r else q
 
-so the sizes differ by one byte at most, their sum is L, and no intermediate value exceeds L: neither `j * q` nor
-`min(j, r)` can leave 64 bits where L does not, which `j * L // n` would.
+so the sizes differ by one byte at most, their sum is L, and no intermediate value exceeds L: if L fits in 64 bits, so
+do `j * q` and `min(j, r)`, whereas `j * L // n` might not.
 
 **The immediate.** A user's immediate has 28 bits. On the wire it has 32, the top four being *stripes - 1*:
 
     imm_data = (stripes - 1) << 28 | imm         1 <= stripes <= 16
 
-Every stripe of a write carries the same 32 bits and counts 1/stripes at the receiver (see counters.py), so a write
-counts one however many stripes it has. Hence a counted write has at most 16 counted stripes: n is taken with at most 16
-lanes, and where the largest message asks for more than 16 the write is split in two parts:
+Every stripe of a write carries the same 32 bits and counts 1/stripes at the receiver (see imm_counters.py), so a write
+counts one however many stripes it has. Hence a counted write has at most 16 counted stripes: n is computed with at most
+16 lanes, and if the largest message requires more than 16 stripes, the write is split in two parts:
 
 | part | bytes                        | in stripes                      | counted | posted                    |
 |------|------------------------------|---------------------------------|---------|---------------------------|
 | head | the first L - 16 * largest   | ceil(that / largest), all plain | no      | first                     |
 | tail | the last 16 * largest        | 16, each of `largest`           | yes     | when the head is complete |
 
-No order holds among writes, so the tail must wait for the completion of the head; otherwise the count could be reached
-before the head's bytes are there. And it goes over each NIC that the head went over, whose completion says that it has
-the bytes and not that memory has them (docs/immediates.md). `largest` may be as large as 2**64 - 1 (some providers say
-so): `16 * largest` is safe to compute only once n is known to be over 16.
+Writes have no promised order, so the tail must wait for the completion of the head; otherwise the count could be
+reached before the head's bytes are there. The tail also goes over each NIC that the head went over, because a NIC's
+completion says that the NIC has the bytes, not that memory has them (docs/immediates.md). `largest` may be as large as
+2**64 - 1 (some providers report that), so `16 * largest` is safe to compute only once n is known to be over 16.
 
-A write of no bytes is one empty stripe: the immediate alone where it is counted, else a probe that ends like any
+A write of no bytes is one empty stripe: the immediate alone if it is counted, otherwise a probe that ends like any
 write.
 
 This module decides; it knows no rail by name and posts nothing. It is the reference for the native twin.
@@ -63,13 +63,13 @@ __all__ = [
 
 IMM_BITS = 28
 IMM_LIMIT = 1 << IMM_BITS
-MAX_COUNTED = 16  # what the four bits above the immediate can say
+MAX_COUNTED = 16  # the range of the four bits above the immediate
 
 
 class Stripe(NamedTuple):
     """One message: `offset` and `length` in bytes of the write, the lane to use, and whether it carries the immediate.
 
-    `lane` is the stripe's running number modulo the number of lanes, a preference: a stripe may go over any rail.
+    `lane` is the stripe's running number modulo the number of lanes. It is a preference: a stripe may go over any rail.
     """
 
     offset: int
@@ -91,15 +91,15 @@ class Plan(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """How many stripes carry the immediate: 0, or the number that `encode_immediate` is given."""
+        """The number of stripes that carry the immediate: 0, or the number for `encode_immediate`."""
         return len(self.tail)
 
 
 def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) -> Plan:
     """Split a write of `length` bytes in stripes; `largest` and `smallest` are bytes, `lanes` the usable rails.
 
-    An uncounted write is all head, a counted one is all tail unless it needs more than 16 stripes.
-    Raises UsageError for a negative length, or less than one lane or byte.
+    An uncounted write is all head, a counted write is all tail unless it needs more than 16 stripes. Raises UsageError
+    for a negative length, or less than one lane or byte.
     """
     limits = (("length", length, 0), ("lanes", lanes, 1), ("largest", largest, 1), ("smallest", smallest, 1))
     for name, value, least in limits:
@@ -142,14 +142,14 @@ def check_immediate(imm: int) -> int:
 
 
 def encode_immediate(imm: int, stripes: int) -> int:
-    """Return the 32 bits that each of `stripes` stripes carries; raise UsageError where either is out of range."""
+    """Return the 32 bits that each of `stripes` stripes carries; raise UsageError if either is out of range."""
     if not 1 <= stripes <= MAX_COUNTED:
         raise UsageError(f"{stripes} stripes cannot share an immediate, expected 1 to {MAX_COUNTED}")
     return (stripes - 1) << IMM_BITS | check_immediate(imm)
 
 
 def decode_immediate(imm_data: int) -> tuple[int, int]:
-    """Return (immediate, stripes) of a 32-bit immediate; every 32 bits mean something."""
+    """Return (immediate, stripes) of a 32-bit immediate. Every 32-bit value is valid; raises UsageError for others."""
     if not 0 <= imm_data < 1 << 32:
         raise UsageError(f"the immediate {imm_data} is not 32 bits wide")
     return imm_data & (IMM_LIMIT - 1), (imm_data >> IMM_BITS) + 1

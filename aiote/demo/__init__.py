@@ -1,17 +1,17 @@
-"""A disaggregated generation, small enough for a laptop and real in every part.
+"""A disaggregated generation that is small enough for a laptop but complete.
 
-A transformer in numpy, a prefiller and a decoder that serve it over `aiote.kvcache`, and how processes with such sides
-live and are started. `aiote demo kvcache` runs one of each and compares their tokens with those of a
-generation in one process; `examples/kvcache` makes a cluster of them. `aiote demo moe` gives the same transformer
-experts, which processes share over `aiote.moe`.
+It consists of a transformer in numpy, a prefiller and a decoder that serve it over `aiote.kvcache`, and the code that
+starts and ends their processes. `aiote demo kvcache` runs one of each and compares their tokens with those of a
+generation in one process; `examples/kvcache` makes a cluster of them. `aiote demo moe` adds experts to the same
+transformer, and spreads them over processes by `aiote.moe`.
 
     tokens.py         bytes to token numbers         model.py      the transformer, float32
     request_cache.py  a request's keys and values    weights.py    seeded weights, or a safetensors file
-    settings.py       what a run is to do            prefixes.py   the pages of a prefiller
+    settings.py       the options of a run           prefixes.py   the pages of a prefiller
     prefiller.py      decoder.py                     the two sides
-    life.py           what ends a server             children.py   starting processes that outlive nobody
+    life.py           how a server ends              children.py   child processes that end with their parent
     run.py            the demo: starts both, hands out prompts, gathers tokens    child.py    its processes
-    one_process.py    the generation in one process  prompts.py    what is generated from
+    one_process.py    the generation in one process  prompts.py    the prompts
     moe_model.py      the transformer with experts   moe_rank.py   the processes that hold them
     moe_run.py        the demo with experts: starts them, kills one, compares
 """

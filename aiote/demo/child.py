@@ -1,15 +1,15 @@
 """The entry of the demo's child processes: `python -m aiote.demo.child ROLE SETTINGS`.
 
-Their parent, which is the command, gives both their prompts and hears of every page and every token:
+Their parent, the command, sends each prompt to both, and they report every page and every token to it:
 
     prefill, decode   {"ready": address, "model": fingerprint}, at the end {"report": {...}}
-    prefill           {"request": n, "pages": so many more on their way}
+    prefill           {"request": n, "pages": number of further pages in flight}
     decode            {"request": n, "token": t}; then {"request": n, "checksum": c} or {"request": n, "failed": why}
     to prefill        {"request": n, "prompt": [tokens]}
     to decode         {"request": n, "prompt": [tokens], "prefiller": address}
     to local          {"prompts": [[bytes], ...]}; it answers with its results, one a line
 
-The decoder says how a request ended when its pages are free again.
+The decoder reports the end of a request when its pages are free again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from aiote.errors import AioteError
 
 __all__ = ["main"]
 
-# Prompts are computed one after the other, in numpy, and one that has no pages yet may wait for an hour. A child that
-# is gone or stands still is noticed by its connection, whatever this is.
+# Prompts are computed one after the other, in numpy, so that a request may wait for an hour for its pages. The
+# connection detects a child that is gone or does not respond, independently of this limit.
 _MATCH_TIMEOUT_S = 86400.0
 _LAST_S = 2.0
-"""How long the prefiller's last requests may take to end, once the decoder has said that all are over."""
+"""Seconds that the prefiller's last requests may take to end, after the decoder has reported that all are over."""
 
 
 def main(role: str, settings: Settings) -> int:
-    """Do the work of a role until told to end; returns the exit status."""
+    """Do the work of a role until the parent ends it; return the exit status."""
     if role != "local":
         return live(NAMES[role], partial({"prefill": prefill, "decode": decode}[role], settings))
     try:
@@ -61,7 +61,7 @@ def main(role: str, settings: Settings) -> int:
 async def asked(
     each: Callable[[dict[str, Any]], Coroutine[Any, Any, None]], last_s: float = 0.0
 ) -> AsyncIterator[None]:
-    """Run `each` with every request that the parent writes; after the block they have so many seconds to end."""
+    """Run `each` with every request that the parent writes. After the block, these have `last_s` seconds to end."""
     loop = asyncio.get_running_loop()
     sending, lines = anyio.create_memory_object_stream[bytes](math.inf)
     leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
@@ -79,7 +79,7 @@ async def asked(
 
 
 async def prefill(settings: Settings, orders: Orders) -> None:
-    """Compute prompts until told to drain, and report."""
+    """Compute prompts until ordered to drain, and report."""
 
     async def compute(request: dict[str, Any]) -> None:
         await worker.compute(str(request["request"]), request["prompt"])
@@ -100,7 +100,7 @@ async def prefill(settings: Settings, orders: Orders) -> None:
 
 
 async def decode(settings: Settings, orders: Orders) -> None:
-    """Answer prompts until told to drain, and report."""
+    """Answer prompts until ordered to drain, and report."""
     model = await anyio.to_thread.run_sync(settings.model)
     async with aiote.open_engine(settings.provider) as engine:
         worker = DecodeWorker(engine, settings, model)
@@ -111,7 +111,7 @@ async def decode(settings: Settings, orders: Orders) -> None:
 
 
 async def answer(worker: DecodeWorker, asked: dict[str, Any]) -> None:
-    """Serve one request, and tell the parent how it ended, after its pages are free again."""
+    """Serve one request, and report its end to the parent after its pages are free again."""
     request, prefiller = asked["request"], aiote.Address.parse(asked["prefiller"])
     try:
         async with worker.request(str(request), asked["prompt"], prefiller, worker.settings.new_tokens) as answering:

@@ -1,10 +1,10 @@
-"""Child processes, as their parent sees them: they say facts, may be asked things, and never outlive it.
+"""Child processes, as their parent sees them: they report facts, accept requests, and never outlive the parent.
 
-Every child holds a pipe from its parent as standard input. When the parent closes it, or dies in whatever way, the
-child sees the end of that pipe and leaves (`life.leave_with_parent`). Children are in a session of their own, so that
-an interrupt at the terminal reaches the parent alone, which then ends them in order.
+Every child holds a pipe from its parent as standard input. When the parent closes the pipe, or dies in whatever way,
+the child reads the end of the pipe and leaves (`life.leave_with_parent`). Children are in a session of their own, so
+that an interrupt at the terminal reaches only the parent, which then ends them in order.
 
-What both say is lines of JSON objects: the child's on its standard output, the parent's on that pipe.
+Both sides write lines of JSON objects: the child on its standard output, the parent on that pipe.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["NAMES", "Child", "how_it_ended", "spawn", "started"]
 
 NAMES = {"prefill": "prefiller", "decode": "decoder", "local": "one-process reference"}
 _END_S = 10.0
-"""What a child that is to end at once may take for that."""
+"""Seconds that a child may take to end after an order to end at once."""
 
-# The results of BLAS depend on how it splits a product over threads, and runs are compared bit by bit.
+# The results of BLAS depend on how it splits a product over threads, and the demo compares runs bit by bit.
 _ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
@@ -39,10 +39,10 @@ _LAST_WORDS_S = 1.0
 
 
 class Child:
-    """A process that was started here, by `start`.
+    """A process that `start` started.
 
-    `ready` is what it said when it was, `draining` whether it was told to end, and `complaint` the last line that it
-    wrote to standard error, where that is piped and `read_errors` runs.
+    `ready` is the fact that it reported when it was ready, `draining` tells whether it was ordered to end, and
+    `complaint` is the last line that it wrote to standard error, if that is a pipe and `read_errors` runs.
     """
 
     def __init__(self, role: str, name: str, process: anyio.abc.Process) -> None:
@@ -57,7 +57,7 @@ class Child:
     async def start(
         cls, role: str, name: str, command: Sequence[str], environment: Mapping[str, str], *, errors: int | None = None
     ) -> Child:
-        """Start one, with a single thread for BLAS. Raises DemoError where there is no such command."""
+        """Start a child with a single thread for BLAS. Raises DemoError if the command cannot be started."""
         try:
             process = await anyio.open_process(
                 command,
@@ -72,11 +72,11 @@ class Child:
         return cls(role, name, process)
 
     def facts(self) -> FactStream:
-        """Iterate over what it says until it ends. Raises DemoError for what is no fact."""
+        """Iterate over the facts that the child reports until it ends. Raises DemoError for any other output."""
         return FactStream(self)
 
     async def ask(self, **facts: Any) -> None:
-        """Write a line to it; one that has ended is left for `wait` to tell."""
+        """Write a line to the child. If it has ended, the line is dropped; `wait` reports the end."""
         assert self.process.stdin is not None
         try:
             await self.process.stdin.send(json.dumps(facts).encode() + b"\n")
@@ -84,7 +84,7 @@ class Child:
             return
 
     async def read_errors(self) -> None:
-        """Read its standard error until it ends."""
+        """Read the child's standard error until its end."""
         assert self.process.stderr is not None
         async for line in LineStream(self.process.stderr):
             text = line.decode(errors="replace").rstrip()
@@ -92,23 +92,23 @@ class Child:
         self._errors_read.set()
 
     async def wait(self) -> int:
-        """Wait until it has ended and its last words are read; return its exit status, negative for a signal."""
+        """Wait until the child has ended and its errors are read; return its exit status, negative for a signal."""
         code = await self.process.wait()
-        # A grandchild that inherited the pipe could hold it open for ever.
+        # The wait is limited, because a grandchild that inherited the pipe could hold it open for ever.
         with anyio.move_on_after(_LAST_WORDS_S):
             await self._errors_read.wait()
         return code
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it is still there."""
+        """Send the child a signal, if it still runs."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
     async def end(self, number: signal.Signals, limit: float = _END_S) -> None:
-        """Send a signal, and wait until it has ended, which is helped after a while."""
+        """Send the child a signal and wait until it ends. After `limit` seconds, escalate to SIGINT, then SIGKILL."""
         self.draining = True
         if not self.ready:
-            # It is starting, where an interrupt would be shown as a traceback.
+            # The child is still starting, when an interrupt would show a traceback.
             number = signal.SIGTERM
         steps = [(number, limit), (signal.SIGINT, _END_S), (signal.SIGKILL, _END_S)]
         if number == signal.SIGINT:
@@ -122,7 +122,7 @@ class Child:
 
 @asynccontextmanager
 async def spawn(role: str, settings: Settings) -> AsyncIterator[Child]:
-    """Start a process of the demo, and end it when the block is left, however it is left. Raises DemoError."""
+    """Start a process of the demo, and end it when the block is left for any reason. Raises DemoError."""
     async with started(role, NAMES[role], "aiote.demo.child", role, settings.to_json()) as child:
         yield child
 
@@ -143,7 +143,7 @@ async def started(role: str, name: str, module: str, *arguments: str) -> AsyncIt
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit status in words."""
+    """Describe an exit status in words."""
     if code >= 0:
         return f"exit status {code}"
     try:
@@ -153,7 +153,7 @@ def how_it_ended(code: int) -> str:
 
 
 class LineStream(AsyncIterator[bytes]):
-    """The whole lines of a stream: one that was killed may leave a part of its last one."""
+    """The complete lines of a stream. A killed process may leave an incomplete last line, which is dropped."""
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream
@@ -168,7 +168,7 @@ class LineStream(AsyncIterator[bytes]):
 
 
 class FactStream(AsyncIterator[dict[str, Any]]):
-    """What a child says. Made by `Child.facts`."""
+    """The facts that a child reports. Made by `Child.facts`."""
 
     def __init__(self, child: Child) -> None:
         assert child.process.stdout is not None

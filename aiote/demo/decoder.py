@@ -1,6 +1,7 @@
-"""The decoder: has each prompt's cache moved into its pages by `aiote.kvcache.Consumer`, and generates from there.
+"""The decoder: `aiote.kvcache.Consumer` moves each prompt's cache into its pages, and it generates from there.
 
-The pages are the decoder's own, of a pool; here is what a serving system adds to that: the model, and whose turn it is.
+The pages are the decoder's own, from a pool. This module holds what a serving system adds: the model, and the order of
+the requests' steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Answer", "DecodeWorker"]
 
 
 class DecodeWorker:
-    """A model, and the pages in which it finds its prompts: `request`, inside `async with consumer`."""
+    """A model, and the pages that receive its prompts' caches. Call `request` inside `async with consumer`."""
 
     def __init__(self, engine: aiote.Engine, settings: Settings, model: Model) -> None:
         self.settings, self.model = settings, model
@@ -36,9 +37,9 @@ class DecodeWorker:
     async def request(
         self, request: str, prompt: Sequence[int], prefiller: aiote.Address, max_tokens: int
     ) -> AsyncIterator[Answer]:
-        """Have the cache of a prompt moved here, which this prefiller computes, and give what follows it.
+        """Receive the cache of a prompt that this prefiller computes, and provide the tokens that follow it.
 
-        The pages are free again when the block is left, however it is left. Raises as `Consumer.receive` and
+        The pages are free again when the block is left for any reason. Raises as `Consumer.receive` and
         `Reception.arrived` do.
         """
         own = self.settings.pages_for(len(prompt))
@@ -51,9 +52,9 @@ class DecodeWorker:
 
 
 class Answer(AsyncIterator[int]):
-    """Iterates over the tokens that follow a prompt, greedily; the steps of several take turns.
+    """Iterate over the tokens that follow a prompt, greedily. The steps of several answers take turns.
 
-    It ends after the mark of end or `max_tokens` tokens. Made by `DecodeWorker.request`.
+    The iteration ends after the end mark or `max_tokens` tokens. Made by `DecodeWorker.request`.
     """
 
     def __init__(

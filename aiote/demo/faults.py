@@ -1,4 +1,4 @@
-"""What can go wrong in the demo apart from the engine's own errors, and a way to see through exception groups."""
+"""The demo's own error, and a function that looks through exception groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DemoError", "leaves"]
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is for the user and says what to do where something can be done."""
+    """The demo cannot continue; the message is for the user and names a remedy if there is one."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

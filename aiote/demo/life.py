@@ -1,7 +1,8 @@
-"""The life of a process that serves: what ends it, and what it says to whoever started it.
+"""The life of a serving process: how signals end it, and how it reports to the process that started it.
 
-A server ends in one of two ways. SIGTERM drains it: it takes no more, finishes what it has, and ends with status 0.
-SIGINT, or a second SIGTERM, ends it at once with status 130; the engine still sees to it that no NIC writes afterwards.
+A server ends in one of two ways. SIGTERM drains it: it accepts no new work, finishes its current work, and ends with
+status 0. SIGINT, or a second SIGTERM, ends it at once with status 130; the engine still ensures that no NIC writes
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ __all__ = ["Orders", "explain", "first_of", "leave_with_parent", "live", "tell"]
 Step = Callable[[], Awaitable[object]]
 
 _AT_ONCE_S = 1.0
-"""What a server that is to end at once may take for that."""
+"""Seconds that a server may take to end after an order to end at once."""
 _GRACE_S = 5.0
-"""What a server whose parent is gone may take to drain."""
+"""Seconds that a server whose parent is gone may take to drain."""
 _FORESEEN = (AioteError, DemoError, OSError)
 
 
 class Orders:
-    """What a server was told: to `drain`, and perhaps to end `at_once`, with which it is told to drain as well."""
+    """The orders to a server: to `drain`, and perhaps to end `at_once`, which implies `drain`."""
 
     def __init__(self) -> None:
         self.drain = anyio.Event()
         self.at_once = anyio.Event()
 
     def hear(self, number: int) -> None:
-        """Take a signal."""
+        """Record a signal."""
         if number == signal.SIGINT or self.drain.is_set():
             self.at_once.set()
         self.drain.set()
 
     async def unhurried(self, *steps: Step) -> None:
-        """Take steps, one after another, until all are taken or there is no time for it."""
+        """Run the steps one after another, until all are done or the server is ordered to end at once."""
         await first_of(self.at_once.wait, partial(_in_order, steps))
 
     async def while_wanted(self, *steps: Step) -> bool:
-        """Take steps, one after another; False where it was told to drain before all were taken."""
+        """Run the steps one after another; return False if the server was ordered to drain meanwhile."""
         await first_of(self.drain.wait, partial(_in_order, steps))
         return not self.drain.is_set()
 
@@ -63,7 +64,7 @@ async def _in_order(steps: Sequence[Step]) -> None:
 
 
 async def first_of(*waits: Step) -> None:
-    """Start all and return when one of them is over, with the others cancelled."""
+    """Start all awaitables, return when the first one ends, and cancel the others."""
     async with anyio.create_task_group() as group:
 
         async def run(wait: Step) -> None:
@@ -75,7 +76,7 @@ async def first_of(*waits: Step) -> None:
 
 
 def live(name: str, main: Callable[[Orders], Awaitable[None]]) -> int:
-    """Run a server that ends as it is told, and return its exit status; an error is printed, with status 1."""
+    """Run a server until it ends by its orders, and return its exit status; an error is printed, with status 1."""
     try:
         return anyio.run(_live, main)
     except (Exception, BaseExceptionGroup) as error:
@@ -92,7 +93,7 @@ async def _live(main: Callable[[Orders], Awaitable[None]]) -> int:
                     orders.hear(number)
 
             async def insist() -> None:
-                # Not cancelled at first: so a registry still hears that this one leaves.
+                # It waits before it cancels, so that the server can still tell a registry that it leaves.
                 await orders.at_once.wait()
                 await anyio.sleep(_AT_ONCE_S)
                 group.cancel_scope.cancel()
@@ -105,32 +106,32 @@ async def _live(main: Callable[[Orders], Awaitable[None]]) -> int:
 
 
 def explain(name: str, error: BaseException) -> int:
-    """Write what ended this process to standard error: a line, after a traceback for what is not foreseen; return 1."""
+    """Print the error that ended this process to standard error: a line, after a traceback if unexpected; return 1."""
     causes = list(leaves(error))
     foreseen = all(isinstance(cause, _FORESEEN) for cause in causes)
     if not foreseen:
         traceback.print_exception(error)
-    # A parent shows the last line, and that of a group's traceback is a rule.
+    # A parent shows the last line, which in the traceback of a group is only a rule.
     says = [str(cause) if foreseen else f"{type(cause).__name__}: {cause}" for cause in causes]
     print(f"{name}: {'; '.join(dict.fromkeys(says))}", file=sys.stderr)
     return 1
 
 
 def tell(**facts: Any) -> None:
-    """Print a line of JSON for whoever started this process: `Child.facts` there."""
+    """Print a line of JSON for the process that started this one, which reads it by `Child.facts`."""
     try:
         print(json.dumps(facts), flush=True)
     except BrokenPipeError:
-        # Nobody reads any more; the end of standard input says the rest.
+        # The parent reads no more. The end of standard input will end this process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_with_parent(pipe: int, heard: Callable[[bytes], object] = lambda line: None) -> None:
-    """Make this process get SIGTERM at the end of a pipe, given as a descriptor, and end it where that does not help.
+    """Make this process receive SIGTERM at the end of a pipe, given as a descriptor, and end it if that does not help.
 
-    A thread of its own reads the pipe, so that it works whatever the event loop is doing, and calls `heard` with each
-    line. It reads the descriptor and not `sys.stdin`, whose lock a daemon thread must not hold when the interpreter
-    ends.
+    A thread reads the pipe, so that this works whatever the event loop is doing, and calls `heard` with each line. The
+    thread reads the descriptor and not `sys.stdin`, because a daemon thread must not hold the lock of `sys.stdin` when
+    the interpreter ends.
     """
 
     def watch() -> None:
@@ -138,7 +139,8 @@ def leave_with_parent(pipe: int, heard: Callable[[bytes], object] = lambda line:
         while part := os.read(pipe, 65536):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                # An event loop that has ended hears nothing any more, and this thread has still to see the end.
+                # An event loop that has ended takes no more lines, but this thread still has to detect the end of the
+                # pipe.
                 with contextlib.suppress(RuntimeError):
                     heard(line)
         os.kill(os.getpid(), signal.SIGTERM)

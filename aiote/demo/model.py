@@ -1,11 +1,11 @@
 """A decoder-only transformer in numpy: grouped-query attention over a paged cache, RoPE, RMSNorm, SwiGLU.
 
 It owns the arithmetic and must not know where its pages came from. The same functions serve the prefiller, the decoder
-and the one-process reference, on arrays of the same shapes and with one BLAS thread, so equal inputs give equal bits;
-the demo's comparison of tokens rests on that. Position 0 is the first token; `stop` is always exclusive.
+and the one-process reference, on arrays of the same shapes and with one BLAS thread, so equal inputs give equal bits.
+The demo's comparison of tokens relies on that. Position 0 is the first token; `stop` is always exclusive.
 
-Sources: RoPE, arXiv 2104.09864 (rotating halves, as Llama does); grouped-query attention, arXiv 2305.13245;
-SwiGLU, arXiv 2002.05202; RMSNorm, arXiv 1910.07467.
+Sources: RoPE, arXiv 2104.09864 (rotating halves, as Llama does); grouped-query attention, arXiv 2305.13245; SwiGLU,
+arXiv 2002.05202; RMSNorm, arXiv 1910.07467.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROPE_BASE = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes of a model; the shapes of its weights say them all."""
+    """The sizes of a model; the shapes of its weights determine all of them."""
 
     layers: int
     heads: int
@@ -63,7 +63,7 @@ class Weights:
 
 @dataclass(slots=True)
 class Span:
-    """Tokens start..stop on their way through the layers; `hidden` [tokens, width] is replaced layer by layer."""
+    """Tokens start..stop on their way through the layers; each layer replaces `hidden` [tokens, width]."""
 
     start: int
     stop: int
@@ -74,7 +74,7 @@ class Span:
 
 
 class Model:
-    """The transformer. Stateless: all that a request leaves behind is in its cache, so threads may share a model."""
+    """The transformer. It is stateless: a request's state is in its cache, so that threads may share a model."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -83,7 +83,7 @@ class Model:
         self._frequencies = _ROPE_BASE ** (-np.arange(half, dtype=np.float64) / half)
 
     def begin(self, tokens: Sequence[int], start: int) -> Span:
-        """Embed the tokens of positions from `start` on, and prepare what every layer needs of the positions."""
+        """Embed the tokens of positions from `start` on, and prepare the position data that every layer needs."""
         stop = start + len(tokens)
         angles = np.outer(np.arange(start, stop, dtype=np.float64), self._frequencies)
         mask = None
@@ -100,28 +100,28 @@ class Model:
         )
 
     def layer(self, number: int, span: Span, cache: RequestCache) -> None:
-        """Run one layer over a span: stores its keys and values in the cache and replaces `span.hidden`."""
+        """Run one layer over a span: store its keys and values in the cache and replace `span.hidden`."""
         normed = self.attend(number, span, cache)
         span.hidden = span.hidden + self.mlp(number, normed)
 
     def attend(self, number: int, span: Span, cache: RequestCache) -> Floats:
-        """Run a layer's attention as `layer` does, and return what its MLP takes [tokens, width]."""
+        """Run a layer's attention as `layer` does, and return the input of its MLP [tokens, width]."""
         span.hidden = span.hidden + self._attention(number, span, cache)
         return _rms_norm(span.hidden, self.weights.layers[number].mlp_norm)
 
     def mlp(self, number: int, normed: Floats) -> Floats:
-        """Return what a layer's MLP makes of tokens [tokens, width]."""
+        """Return the output of a layer's MLP for tokens [tokens, width]."""
         weights = self.weights.layers[number]
         return swiglu(normed, weights.gate, weights.up, weights.down)
 
     def logits(self, span: Span) -> Floats:
-        """Return the logits [vocabulary] that the span's last position gives for the next token."""
+        """Return the logits [vocabulary] of the span's last position for the next token."""
         last = _rms_norm(span.hidden[-1:], self.weights.final_norm)
         logits: Floats = (last @ self.weights.head)[0]
         return logits
 
     def all_logits(self, span: Span) -> Floats:
-        """Return the logits [tokens, vocabulary] that each of the span's positions gives for the token after it."""
+        """Return the logits [tokens, vocabulary] of each of the span's positions for the token after it."""
         logits: Floats = _rms_norm(span.hidden, self.weights.final_norm) @ self.weights.head
         return logits
 
@@ -135,8 +135,8 @@ class Model:
     def steps(self, tokens: Sequence[int], positions: Sequence[int], caches: Sequence[RequestCache]) -> Floats:
         """Run one token of each of several requests through all layers; return their logits [requests, vocabulary].
 
-        One product a matrix serves all of them, but attention, which is each request's own. So the logits are those of
-        `step` up to rounding.
+        Each weight matrix takes one product for all requests; attention runs for each request by itself. So the logits
+        equal those of `step` up to rounding.
         """
         hidden: Floats = self.weights.embedding[np.asarray(tokens, dtype=np.intp)]
         spans = [self.begin([token], position) for token, position in zip(tokens, positions, strict=True)]
@@ -182,12 +182,12 @@ class Model:
     def _mix(
         self, number: int, span: Span, cache: RequestCache, queries: Floats, keys: Floats, values: Floats
     ) -> Floats:
-        """Store a request's new keys and values, and return what its queries make of all [tokens, heads * size]."""
+        """Store a request's new keys and values, and return its queries' attention output [tokens, heads * size]."""
         config = self.config
         count, size, group = len(queries), config.head_size, config.heads // config.kv_heads
         cache.write(number, span.start, keys, values)
         all_keys, all_values = cache.read(number, span.stop)
-        # [kv_heads, group * tokens, size]: the heads that share keys and values share one matrix product.
+        # [kv_heads, group * tokens, size]: heads that share keys and values share one matrix product.
         grouped = queries.reshape(count, config.kv_heads, group, size).transpose(1, 2, 0, 3)
         grouped = grouped.reshape(config.kv_heads, group * count, size) * np.float32(size**-0.5)
         scores: Floats = (grouped @ all_keys.transpose(0, 2, 1)).reshape(config.kv_heads, group, count, span.stop)
@@ -201,9 +201,9 @@ class Model:
 
 
 def swiglu(tokens: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
-    """Return what an MLP of these matrices makes of tokens [..., width]."""
+    """Return the output of an MLP with these matrices for tokens [..., width]."""
     gated = tokens @ gate
-    # x * sigmoid(x) by way of tanh, which cannot overflow.
+    # x * sigmoid(x) is computed with tanh, which cannot overflow.
     gated = gated * (np.float32(0.5) * (np.float32(1.0) + np.tanh(gated * np.float32(0.5))))
     made: Floats = (gated * (tokens @ up)) @ down
     return made

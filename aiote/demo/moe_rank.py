@@ -1,11 +1,12 @@
 """The processes of `aiote demo moe`: `python -m aiote.demo.moe_rank ROLE SETTINGS`, a rank's number or "alone".
 
-    all             {"ready": address}; "alone" has none
-    to a rank       {"members": [addresses]}, or {"replace": rank, "address": address}; it says {"joined": epoch}
+    all             {"ready": address}; "alone" has no address
+    to a rank       {"members": [addresses]}, or {"replace": rank, "address": address}; it answers {"joined": epoch}
     to a rank       {"begin": true} a text; {"next": true} token of it: {"token": t, "logits": crc, "without": {...}}
-    to "alone"      {"rank": whose text, "without": {...}}; it says {"rank": r, "tokens": [[t, crc], ...]}
+    to "alone"      {"rank": whose text, "without": {...}}; it answers {"rank": r, "tokens": [[t, crc], ...]}
 
-`without` says for each rank whose experts are left out from which round of the text on. There is one in each layer.
+`without` maps each rank whose experts are left out to the first such round of the text. A round is one layer of one
+token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["main"]
 
 
 class Text:
-    """A text that a rank generates; `without` says from which round on the experts of a rank were not in its sums."""
+    """A text that a rank generates; `without` maps a rank to the first round whose sums lacked its experts."""
 
     def __init__(self, model: MoeModel, moe: MoeGroup, settings: MoeSettings) -> None:
         self.without: dict[int, int] = {}
@@ -45,7 +46,7 @@ class Text:
     async def _mix(self, layer: int, normed: Floats) -> Floats:
         model, moe = self._model, self._moe
         under_way = moe.dispatch_send(normed, *model.route(layer, normed))
-        shared = model.shared(layer, normed)  # while rows are on their way
+        shared = model.shared(layer, normed)  # while rows are in flight
         batch = await under_way.dispatch_recv()
         for number, count in enumerate(batch.expert_num_tokens):
             rows = batch.x[number, :count]
@@ -59,7 +60,7 @@ class Text:
 
 
 async def be_rank(number: int, settings: MoeSettings, orders: Orders) -> None:
-    """Hold the rank's experts and generate its text, token by token, as it is asked, until told to end."""
+    """Hold the rank's experts and generate its text, one token for each request of the parent, until ordered to end."""
     asked = _asked()
     model = await anyio.to_thread.run_sync(MoeModel, settings)
 
@@ -85,7 +86,7 @@ async def be_rank(number: int, settings: MoeSettings, orders: Orders) -> None:
 
 
 async def be_alone(settings: MoeSettings, orders: Orders) -> None:
-    """Generate whole texts, with all experts or without some ranks' from given rounds on, until told to end."""
+    """Generate whole texts, with all experts or without some ranks' from given rounds on, until ordered to end."""
     asked = _asked()
     model = await anyio.to_thread.run_sync(MoeModel, settings)
 
@@ -113,7 +114,7 @@ async def _text(
 
 
 def _asked() -> AsyncIterator[dict[str, Any]]:
-    """Return what the parent asks for; this process leaves with it."""
+    """Return the parent's requests. From now on this process ends with its parent."""
     loop = asyncio.get_running_loop()
     sending, lines = anyio.create_memory_object_stream[bytes](math.inf)
     leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
@@ -127,7 +128,7 @@ def _asked() -> AsyncIterator[dict[str, Any]]:
 
 
 def main(role: str, settings: MoeSettings) -> int:
-    """Do the work of a role until told to end; returns the exit status."""
+    """Do the work of a role until the parent ends it; return the exit status."""
     if role == "alone":
         return live("one process", partial(be_alone, settings))
     return live(f"rank {role}", partial(be_rank, int(role), settings))

@@ -1,10 +1,11 @@
-"""The parent's part of `aiote demo moe`: three acts, in each of which all ranks generate their texts anew.
+"""The parent's part of `aiote demo moe`: three acts. In each of them all ranks generate their texts anew.
 
-In the first all ranks are there. In the second one is killed in the middle of a step, and the others go on without its
-experts. In the third a new process has taken its place. After each act every token, with a checksum of its logits, is
-compared with what one process generates with the same experts.
+In the first act all ranks are there. In the second act one rank is killed in the middle of a step, and the others
+continue without its experts. In the third act a new process has taken its place. After each act the parent compares
+every token, with a checksum of its logits, with the output of one process that uses the same experts.
 
-Ranks generate a token when they are asked, so that an act ends alike for all, however late the one is killed.
+A rank generates each token on request, so that an act ends at the same token for all ranks, however late the one is
+killed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Token = tuple[int, int]
 
 @dataclass(slots=True)
 class Rank:
-    """What is known of a rank: what it does, and the text of this act."""
+    """The state of a rank, and its text in this act."""
 
     number: int
     child: Child
@@ -46,12 +47,12 @@ class Rank:
 
 
 class MoeRun:
-    """A run under way. `ranks` may be looked at while it is; `say` is called with a line when something is over."""
+    """A running demo. `ranks` may be read while it runs; `say` is called with a line after each step."""
 
     def __init__(self, settings: MoeSettings, victim: int, say: Callable[[str], object]) -> None:
         self.ranks: list[Rank] = []
         self.whole: list[list[Token]] = []
-        """The texts of one process with all experts, by rank, once they are known."""
+        """The texts of one process with all experts, by rank, as soon as they are known."""
         self.settings, self.victim = settings, victim
         self._say = say
         self._texts: dict[int, list[Token]] = {}
@@ -59,9 +60,9 @@ class MoeRun:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Take all acts. Raises DemoError for a wrong token and for a process that ends or is silent."""
+        """Run all acts. Raises DemoError for a wrong token and for a process that ends or does not respond."""
         async with aiote.open_engine(self.settings.provider):
-            pass  # what is wrong with a provider is said here, before there are children to say it
+            pass  # report an unusable provider here, before any child is started
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             self._alone = await tasks.start(self._live, "alone", "one process")
@@ -88,7 +89,7 @@ class MoeRun:
         return Rank(number, await self._tasks.start(self._live, str(number), f"rank {number}"))
 
     async def _live(self, role: str, name: str, *, task_status: anyio.abc.TaskStatus[Child]) -> None:
-        """Have a process, and take what it says until it has ended; it ends with this task."""
+        """Run a process, and record the facts that it reports until it has ended; it ends with this task."""
         async with started(role, name, "aiote.demo.moe_rank", role, self.settings.to_json()) as child:
             task_status.started(child)
             async for fact in child.facts():
@@ -98,7 +99,7 @@ class MoeRun:
             if child.draining:
                 return
             if code >= 0:
-                await anyio.sleep(_EXIT_S)  # it may have failed because another was killed, which is then the reason
+                await anyio.sleep(_EXIT_S)  # another process that died may be the cause, and is then reported first
             why = f": {child.complaint}" if child.complaint and code >= 0 else ""
             self._trouble = self._trouble or f"{name} (pid {child.process.pid}) ended, {how_it_ended(code)}{why}"
             self._notify()
@@ -125,7 +126,7 @@ class MoeRun:
         return next(rank for rank in self.ranks if rank.child is child)
 
     async def _until(self, true: Callable[[], bool], doing: str) -> None:
-        """Wait until something is true. Raises DemoError where a process ends before, or nothing comes."""
+        """Wait until the condition holds. Raises DemoError if a process ends before, or if no report comes in time."""
         while not (self._trouble or true()):
             with anyio.move_on_after(_PATIENCE_S) as waiting:
                 await self._changed.wait()
@@ -137,7 +138,7 @@ class MoeRun:
     # Acts.
 
     async def _open(self, joining: Sequence[Rank], every: Sequence[Rank]) -> None:
-        """Have ranks join the group."""
+        """Let ranks join the group."""
         doing = f"{' and '.join(rank.child.name for rank in joining)} started"
         await self._until(lambda: bool(self._alone.ready and all(rank.child.ready for rank in joining)), doing)
         for rank in joining:
@@ -153,7 +154,7 @@ class MoeRun:
             rank.state = "whole"
 
     async def _replace(self) -> None:
-        """Start a new process in the place of the rank that was killed."""
+        """Start a new process in place of the killed rank."""
         successor = await self._start(self.victim)
         self.ranks[self.victim] = successor
         await self._open([successor], self.ranks)
@@ -161,7 +162,7 @@ class MoeRun:
         self._say(f"rank {self.victim} is another process now, pid {pid}; the group is in epoch {epoch}")
 
     async def _generate(self, kill: int | None = None) -> None:
-        """Have each rank generate its text; one is killed half-way."""
+        """Let each rank generate its text; kill one half-way if asked."""
         for rank in self.ranks:
             rank.tokens, rank.without = [], {}
             await rank.child.ask(begin=True)
@@ -171,7 +172,7 @@ class MoeRun:
             for rank in self._living:
                 await rank.child.ask(next=True)
             if kill is not None and step == self.settings.tokens // 2:
-                # Somewhere in the step, which takes about as long as the last one.
+                # At a random time in the step, which takes about as long as the last one.
                 await anyio.sleep(random.random() * took)
                 self._kill(self.ranks[kill], step)
             await self._until(
@@ -185,7 +186,7 @@ class MoeRun:
                 raise DemoError(f"rank {kill} was killed, and the others generated as if it were there")
 
     def _kill(self, rank: Rank, step: int) -> None:
-        rank.child.draining = True  # it is to end
+        rank.child.draining = True  # its end is expected
         rank.child.send(signal.SIGKILL)
         rank.state = "killed"
         self._say(f"rank {rank.number} (pid {rank.child.process.pid}) was killed (SIGKILL) during step {step}")
@@ -193,7 +194,7 @@ class MoeRun:
             one.state = f"without {rank.number}"
 
     async def _texts_of_one(self, without: Sequence[dict[str, int]]) -> list[list[Token]]:
-        """Return the texts of one process that leaves experts out as each rank did."""
+        """Return the texts of one process that leaves out experts as each rank did."""
         self._texts = {}
         for number in range(RANKS):
             await self._alone.ask(rank=number, without=without[number])
@@ -224,9 +225,9 @@ class MoeRun:
 
 
 def difference(ranks: Sequence[Rank], texts: Sequence[Sequence[Token]]) -> str:
-    """Return the first token that is not that of the texts, or whose logits are not, in words; "" for none.
+    """Describe the first token that differs from the texts in its number or its logits, or return "".
 
-    A rank that was killed has a part of its text.
+    A killed rank has only a part of its text.
     """
     for rank, text in zip(ranks, texts, strict=True):
         for place, (one, other) in enumerate(zip(rank.tokens, text, strict=False)):

@@ -2,8 +2,8 @@
 
 It runs in a process of its own, as the others do, with one BLAS thread.
 
-One request after the other, each in full, first come, first served. `concurrency` requests are admitted at a time, as
-in the run, and the time to first token is counted from admission, so both sides carry the same load.
+It serves one request after the other, each completely, first come, first served. `concurrency` requests are admitted at
+a time, as in the run, and the time to first token is counted from admission, so both sides carry the same load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["LocalResult", "generate", "main", "run_reference", "serve"]
 class LocalResult:
     """The tokens of one request, and the checksum of its prompt's keys and values.
 
-    `ttft_s` is from its admission to its first token, `finished_s` from the begin of all to its last.
+    `ttft_s` is the time from its admission to its first token, `finished_s` from the beginning of all to its last
+    token.
     """
 
     request: int
@@ -41,7 +42,7 @@ class LocalResult:
 
 
 def generate(model: Model, prompt: Sequence[int], cache: RequestCache, settings: Settings) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, greedily, until the mark of end or `new_tokens` of them."""
+    """Yield the tokens that follow a prompt, greedily, up to the end mark or `new_tokens` of them."""
     logits = model.prefill(prompt, cache, settings.chunk_tokens)
     for position in range(len(prompt), len(prompt) + settings.new_tokens):
         token = int(np.argmax(logits))
@@ -70,7 +71,7 @@ def serve(model: Model, prompts: Sequence[bytes], settings: Settings) -> Iterato
 
 
 def main(settings: Settings, prompts: Sequence[bytes]) -> None:
-    """Serve prompts and tell each result. In the child."""
+    """Serve prompts and print each result. Runs in the child."""
     for result in serve(settings.model(), prompts, settings):
         tell(**dataclasses.asdict(result))
 

@@ -1,9 +1,9 @@
-"""The prefiller: computes prompts, and offers their caches to the decoder while they are computed.
+"""The prefiller: it computes prompts, and offers their caches to the decoder during the computation.
 
-`aiote.kvcache.Producer` writes each layer's pages into the decoder's cache while the next layer is computed, and lets
-the block around an offer end when every write is over; so that is when its pages here are free again, or kept for
-prompts that begin alike. One prompt is computed at a time, first come, first served, in threads, so that the event loop
-goes on serving the engine; writes run on beside the computation of the next prompt.
+`aiote.kvcache.Producer` writes each layer's pages into the decoder's cache while the next layer is computed. The block
+around an offer ends when every write is complete. Then the prefiller frees the pages, or keeps them for prompts with
+the same beginning. One prompt is computed at a time, first come, first served, in threads, so that the event loop
+continues to serve the engine; writes continue during the computation of the next prompt.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["PrefillWorker"]
 
 
 class PrefillWorker:
-    """A model, a pool of pages, and prompts that are computed with them: `compute`, inside `async with producer`.
+    """A model, and a pool of pages to compute prompts in. Call `compute` inside `async with producer`.
 
-    `written` is called with a request and a number of pages when so many more are on their way. `cached_tokens` counts
-    those that were not computed again. Who asks for a request, or offers it, waits `match_timeout` for the other.
+    `written` is called with a request and the number of its pages that are newly in flight. `cached_tokens` counts the
+    tokens that were not computed again. Both sides of a request, offer and demand, wait `match_timeout` for the other.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PrefillWorker:
 
     async def compute(self, request: str, tokens: Sequence[int]) -> None:
         """Compute a prompt; return when its cache was moved or is not wanted. Raises ValueError for one too long."""
-        # The pages stay lent until the offer's block is left, which is when nothing is read from them any more.
+        # The pages stay lent until the offer's block is left. After that the NIC reads no more from them.
         async with self.pages.borrow(tokens) as (table, cached):
             rows = {0: PageRow(table), 1: PageRow(table[-1:])}
             async with self.producer.offer(request, tokens=len(tokens), rows=rows) as offer:
@@ -60,7 +60,7 @@ class PrefillWorker:
                 self.pages.keep(tokens, table)
 
     async def _fill(self, offer: Offer, tokens: Sequence[int], table: Sequence[int], cached: int) -> None:
-        """Compute a prompt chunk by chunk, and have each layer written when it is done; the last are the logits."""
+        """Compute a prompt chunk by chunk, and write each layer when it is computed, the logits last."""
         cache, layers = RequestCache(self._memory, table), self.model.config.layers
         for part in plan(len(tokens), self.settings.chunk_tokens):
             pages = self.settings.pages_for(part.stop) - part.start // self.settings.page_tokens

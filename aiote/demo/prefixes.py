@@ -1,11 +1,12 @@
-"""The pages of a prefill server: lent to prompts, and kept afterwards for those that begin alike.
+"""The pages of a prefill server: lent to prompts, and kept afterwards for prompts with the same beginning.
 
-A page that nobody uses is either free or *kept*: then it is found by the hash of the tokens that it ends, and given to
-others only when no free page is left, least recently used first. What is found is truncated to whole chunks. So a
-prompt is always computed in the same pieces, and gives the same bits, whether or not its beginning was kept.
+A page without users is either free or *kept*. A kept page is found by the hash of the tokens up to its end. It is
+reused for other tokens only when no free page is left, the least recently used page first. A found prefix is truncated
+to whole chunks. So a prompt is always computed in the same pieces, and gives the same bits, whether or not its
+beginning was kept.
 
-Pages are given out in no order, as from a pool long in use, so that a page's number here has nothing to do with its
-number at a decoder, whose first ones come in order.
+Pages are given out in random order, as from a pool long in use. So a page's number here is unrelated to its number at a
+decoder, which gives out its first pages in order.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from aiote.kvcache import block_hashes
 
 __all__ = ["PrefixPages"]
 
-_ORDER = 20  # any seed does
+_ORDER = 20  # an arbitrary seed
 
 
 class PrefixPages:
-    """So many pages; `chunk_tokens` is a multiple of `page_tokens`."""
+    """A pool of `pages` pages; `chunk_tokens` is a multiple of `page_tokens`."""
 
     def __init__(self, pages: int, page_tokens: int, chunk_tokens: int) -> None:
         self.pages = pages
@@ -40,19 +41,19 @@ class PrefixPages:
 
     @property
     def used(self) -> int:
-        """How many pages prompts have."""
+        """The number of pages that are lent to prompts."""
         return len(self._users)
 
     @property
     def kept(self) -> int:
-        """How many pages are kept, those included that prompts have."""
+        """The number of pages that are kept, including those that are lent to prompts."""
         return len(self._kept)
 
     @asynccontextmanager
     async def borrow(self, tokens: Sequence[int], *, fresh: bool = False) -> AsyncIterator[tuple[list[int], int]]:
-        """Lend the pages of a prompt, first come, first served; how many tokens need not be computed comes with them.
+        """Lend the pages of a prompt, first come, first served, with the number of tokens that need not be computed.
 
-        fresh: none of them is a kept one, so that all is computed. Raises ValueError for a prompt that never fits.
+        fresh: use no kept page, so that all tokens are computed. Raises ValueError for a prompt that never fits.
         """
         if self._count(tokens) > self.pages:
             raise ValueError(f"a prompt of {len(tokens)} tokens needs {self._count(tokens)} of {self.pages} pages")
@@ -67,10 +68,10 @@ class PrefixPages:
             self._give(table)
 
     def keep(self, tokens: Sequence[int], table: Sequence[int]) -> None:
-        """Keep the pages of a prompt that was computed, as far as it has whole chunks."""
+        """Keep the pages of a computed prompt, as far as it has whole chunks."""
         hashes = block_hashes(tokens, self._page_tokens)
         whole = len(hashes) // self._chunk_pages * self._chunk_pages
-        # Backwards, so that the end of a prompt is given up before its beginning.
+        # Backwards, so that the end of a prompt is evicted before its beginning.
         for block, page in reversed(list(zip(hashes[:whole], table, strict=False))):
             if block not in self._kept and page not in self._hashes:
                 self._kept[block] = page
@@ -82,7 +83,7 @@ class PrefixPages:
         return -(-len(tokens) // self._page_tokens)
 
     def _take(self, tokens: Sequence[int], fresh: bool) -> tuple[list[int], int] | None:
-        """Return the pages of a prompt, and how many of them are computed already; None where there are too few."""
+        """Return the pages of a prompt, and how many of them are already computed; None if there are too few pages."""
         table = [] if fresh else self._find(tokens)
         found, wanted = len(table), self._count(tokens) - len(table)
         self._users.update(table)
@@ -99,7 +100,7 @@ class PrefixPages:
         return table + taken, found
 
     def _find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the kept pages of a prompt's beginning: whole chunks, and never all, for the last one gives logits."""
+        """Return the kept pages of a prompt's beginning: whole chunks, but not the last, whose logits are needed."""
         most = (len(tokens) - 1) // (self._chunk_pages * self._page_tokens) * self._chunk_pages
         table: list[int] = []
         for block in block_hashes(tokens, self._page_tokens)[:most]:

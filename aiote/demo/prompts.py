@@ -1,4 +1,4 @@
-"""Where the prompt comes from, and how one text becomes several different prompts."""
+"""The prompt of a run, and the variation of one text into several prompts."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def read(text: str | None, file: str | None) -> bytes:
 
 
 def vary(prompt: bytes, count: int) -> list[bytes]:
-    """Return so many prompts: the text as it is, then with a number in front and turned about, so that all differ.
+    """Return `count` different prompts: the text itself, then rotations of it with a number in front.
 
-    A number in front changes every later key and value; the turn changes where a page's border falls in the text.
+    A number in front changes every later key and value; the rotation changes where page borders fall in the text.
     """
     out = [prompt]
     for number in range(2, count + 1):

@@ -1,6 +1,6 @@
-"""One request's keys and values in a paged cache, and how a prompt is split.
+"""One request's keys and values in a paged cache, and the split of a prompt into chunks.
 
-The cache is an array [layers, pages, 2 (K, V), kv_heads, page_tokens, head_size], HND. Nothing here knows of
+The cache is an array [layers, pages, 2 (K, V), kv_heads, page_tokens, head_size], HND. This module must not know
 processes, the network or an event loop.
 """
 
@@ -19,12 +19,12 @@ Floats = NDArray[np.float32]
 
 
 def plan(tokens: int, chunk_tokens: int) -> list[range]:
-    """Split a prompt into chunks of so many tokens, but for the last."""
+    """Split a prompt into chunks of `chunk_tokens` tokens; the last one may be shorter."""
     return [range(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
 
 
 class RequestCache:
-    """One request's view of a pool, through its page table. Position p lives in entry p // page_tokens."""
+    """One request's view of a pool, through its page table. Position p is in entry p // page_tokens of the table."""
 
     def __init__(self, pool: Floats, table: Sequence[int]) -> None:
         self._pool = pool
@@ -33,7 +33,7 @@ class RequestCache:
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens the table has room for."""
+        """How many tokens fit into the table's pages."""
         return len(self._table) * self._page_tokens
 
     def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:
@@ -52,7 +52,7 @@ class RequestCache:
         return both[0, :, :stop], both[1, :, :stop]
 
     def checksum(self, stop: int) -> int:
-        """Return a CRC-32 over the keys and values of positions 0..stop of all layers, wherever their pages lie."""
+        """Return a CRC-32 over the keys and values of positions 0..stop of all layers, independent of their pages."""
         value = 0
         for layer in range(len(self._pool)):
             for part in self.read(layer, stop):

@@ -1,10 +1,10 @@
-"""The parent's part of a run: starts prefiller and decoder, hands out prompts, gathers tokens, and notices who is gone.
+"""The parent's part of a run: it starts prefiller and decoder, hands out prompts, gathers tokens, and detects deaths.
 
-A request is *asked* (of both, by its number), then its pages go there, then its first token comes, then the rest, then
-it is over.
+The phases of a request: the parent asks both children for it by its number; its pages move; its first token arrives,
+then the rest; it is over.
 
-When something fails, the parent first lets the decoder say how each open request ended, then asks for a last report, so
-that the error can say what became of the pages.
+When something fails, the parent first lets the decoder report how each open request ended. Then it asks for a last
+report, so that the error can state whether the pages were freed.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from aiote.demo.settings import Settings
 __all__ = ["Observer", "Report", "RequestTrace", "RunFailed", "RunResult", "run"]
 
 _READY_S = 60.0
-# A lost prefiller is noticed by the engine at once when its sockets close, after the heartbeat limit when it is silent.
+# The engine detects a lost prefiller at once if its sockets close, and after heartbeat_timeout if it is silent.
 _DRAIN_S = 20.0
 _EXIT_S = 1.0
 _REPORT_S = 60.0
 
 
 class Observer(Protocol):
-    """Who wants to see a run progress."""
+    """An observer of a run's progress."""
 
     def started(self, pages: int, tokens: int) -> None:
-        """Take note that the run begins, and how many pages and tokens there will be."""
+        """Record that the run begins, and how many pages and tokens there will be."""
 
     def pages(self, count: int) -> None:
-        """Take note that so many more pages are on their way."""
+        """Record that `count` more pages are in flight."""
 
     def token(self) -> None:
-        """Take note of one more token."""
+        """Record one more token."""
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What is known of one request. Times are of the parent's clock, in seconds; 0.0 is not yet."""
+    """The record of one request. Times are of the parent's clock, in seconds; 0.0 means not yet."""
 
     request: int
     prompt: tuple[int, ...]
@@ -64,13 +64,13 @@ class RequestTrace:
 
     @property
     def open(self) -> bool:
-        """Return whether it was asked and is not over well."""
+        """Whether the children were asked for the request and it has not ended successfully."""
         return bool(self.asked_s) and (not self.over.is_set() or bool(self.reason))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A child's last words. For `busy_s` at least one transfer was in flight."""
+    """A child's last report. At least one transfer was in flight for `busy_s` seconds."""
 
     pages_held: int
     pages_total: int
@@ -81,7 +81,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A run that went well."""
+    """The result of a successful run."""
 
     traces: tuple[RequestTrace, ...]
     reports: Mapping[str, Report]
@@ -90,7 +90,7 @@ class RunResult:
 
 
 class RunFailed(DemoError):
-    """A run that did not; `details` are the same facts for a program."""
+    """A run failed; `details` are the same facts for a program."""
 
     def __init__(self, message: str, details: Mapping[str, object]) -> None:
         super().__init__(message)
@@ -102,13 +102,13 @@ async def run(
 ) -> RunResult:
     """Generate for the prompts with a prefiller and a decoder in processes of their own.
 
-    `kill_prefiller_after` kills the prefiller (SIGKILL) once that fraction of all pages is computed and on its way.
-    Raises RunFailed if a process or a request fails, DemoError or AioteError if the run cannot even begin.
+    `kill_prefiller_after` kills the prefiller (SIGKILL) once that fraction of all pages is computed and in flight.
+    Raises RunFailed if a process or a request fails, DemoError or AioteError if the run cannot begin.
     """
     config = settings.config()
     traces = tuple(RequestTrace(number, tuple(tokens.encode(prompt))) for number, prompt in enumerate(prompts))
     total = sum(config.layers * settings.pages_for(len(trace.prompt)) for trace in traces)
-    # What is wrong with a provider is said here, before there are children to say it.
+    # Report an unusable provider here, before any child is started.
     async with aiote.open_engine(settings.provider) as engine:
         rails = tuple(engine.rails)
     async with spawn("prefill", settings) as prefill, spawn("decode", settings) as decode:
@@ -134,7 +134,7 @@ class _Parent:
         self._stopping = False
 
     async def run(self) -> None:
-        """Live from the children's start to their last report."""
+        """Manage the children from their start to their last report."""
         failure: RunFailed | None = None
         async with anyio.create_task_group() as group:
             for child in self._children.values():
@@ -157,7 +157,7 @@ class _Parent:
             raise _InTrouble
 
     async def _follow(self, child: Child) -> None:
-        """Take what a child says until it has ended."""
+        """Record the facts that a child reports until it has ended."""
         async for fact in child.facts():
             self._take(child, fact)
         await child.wait()
@@ -194,7 +194,7 @@ class _Parent:
                 group.start_soon(one, trace)
 
     async def _stop(self) -> None:
-        """Have the children that are there drain, report and end."""
+        """Make the children that still run drain, report and end."""
         self._stopping = True
         async with anyio.create_task_group() as group:
             for child in self._children.values():
@@ -239,11 +239,11 @@ class _Parent:
         self._observer.token()
 
     async def _explain(self) -> RunFailed:
-        """Wait for what is open, gather the last report of the decoder, and say what happened."""
+        """Wait for open requests, gather the decoder's last report, and return an error that says what happened."""
         asked = [trace for trace in self._traces if trace.open]
         transferring = [trace for trace in asked if not trace.first_s]
         if any(trace.reason for trace in asked):
-            # A request failed; if that is because a child died, its exit is about to be seen.
+            # A request failed. If it failed because a child died, the child's exit is about to be reported.
             with anyio.move_on_after(_EXIT_S):
                 await first_of(*(event.wait for event in self._ended.values()))
         ended = [child for role, child in self._children.items() if self._ended[role].is_set()]
@@ -270,11 +270,11 @@ class _Parent:
 
 
 class _InTrouble(Exception):
-    """Leaves the straight path of `_Parent.run`."""
+    """Leave the regular flow of `_Parent.run`."""
 
 
 def _early(gone: Child | None) -> str:
-    """Say that a child ended before it was ready, if that is what happened."""
+    """Return the error text for a child that ended before it was ready, or "" if no child did."""
     if gone is None or gone.ready or gone.process.returncode is None:
         return ""
     said, how = gone.complaint or "it said nothing", how_it_ended(gone.process.returncode)
@@ -282,7 +282,7 @@ def _early(gone: Child | None) -> str:
 
 
 def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[RequestTrace]) -> str:
-    """Say who is gone, or else which request failed, and in the middle of what."""
+    """Return the error text: which child died during which requests, or else which request failed."""
     names = " and ".join(str(trace.request + 1) for trace in affected)
     several = len(affected) > 1
     if gone is None:
@@ -299,7 +299,7 @@ def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[
 
 
 def _ended(child: Child) -> str:
-    """Say how a child ended, and its last words."""
+    """Describe how a child ended, with its last line on standard error."""
     assert child.process.returncode is not None
     return how_it_ended(child.process.returncode) + (f": {child.complaint}" if child.complaint else "")
 

@@ -1,4 +1,4 @@
-"""What one run was asked to do, the same in every process of it."""
+"""The options of one run, equal in every process of the run."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Settings:
         return weights.load(Path(self.weights))
 
     def pages_for(self, tokens: int) -> int:
-        """Return how many pages so many tokens need."""
+        """Return how many pages `tokens` tokens need."""
         return -(-tokens // self.page_tokens)
 
     def cache(self, config: ModelConfig, name: str) -> tuple[Floats, Floats, Cache]:
-        """Return a pool of `pool_pages` pages a layer [layers, pages, 2 (K, V), kv_heads, page_tokens, head_size], one
-        of logits [pages, vocabulary], and the cache that they are: a prompt's logits are a layer after the last, in
-        group 1, in the page that has the number of the prompt's last one.
+        """Return a pool of `pool_pages` pages a layer [layers, pages, 2 (K, V), kv_heads, page_tokens, head_size], a
+        pool of logits [pages, vocabulary], and the cache of both. In the cache a prompt's logits are a layer after the
+        last, in group 1, in the page with the number of the prompt's last page.
         """
         pool, logits = self.memory(config), np.zeros((self.pool_pages, config.vocabulary), np.float32)
         cache = Cache(name)
@@ -69,17 +69,17 @@ class Settings:
         return pool, logits, cache
 
     def memory(self, config: ModelConfig) -> Floats:
-        """Return a cache of `pool_pages` pages a layer, of zeros."""
+        """Return a cache of `pool_pages` pages a layer, filled with zeros."""
         shape = config.layers, self.pool_pages, 2, config.kv_heads, self.page_tokens, config.head_size
         return np.zeros(shape, dtype=np.float32)
 
     def with_pool_for(self, longest_prompt: int) -> Settings:
-        """Return the same settings with pools in which `concurrency` prompts of so many tokens and answers fit."""
+        """Return the same settings with pools that fit `concurrency` prompts of this length and their answers."""
         pages = self.pages_for(longest_prompt + self.new_tokens - 1)
         return dataclasses.replace(self, pool_pages=self.concurrency * pages)
 
     def to_json(self) -> str:
-        """Return the settings as one line, for a child's command line."""
+        """Return the settings as one line for a child's command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

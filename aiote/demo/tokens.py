@@ -1,6 +1,6 @@
-"""A byte-level tokenizer: token n below 256 is byte n, then the two marks of beginning and end.
+"""A byte-level tokenizer: a token below 256 is that byte; the next two are the marks of beginning and end.
 
-Every input has an encoding and every encoding one input, so nothing here can fail on a user's text.
+Every input has an encoding, and every encoding stands for one input, so that no text of a user fails here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VOCABULARY = 258
 
 
 def encode(text: bytes) -> list[int]:
-    """Return the tokens of a text: the mark of beginning, then one token a byte."""
+    """Return the tokens of a text: the begin mark, then one token a byte."""
     return [BEGIN, *text]
 
 
@@ -34,6 +34,6 @@ def decode(tokens: Iterable[int]) -> bytes:
 
 
 def readable(tokens: Iterable[int]) -> str:
-    """Return the tokens as text for people: what is not UTF-8 or would move the cursor shows as a replacement mark."""
+    """Return the tokens as text for people; invalid UTF-8 and control characters become a replacement mark."""
     text = decode(tokens).decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

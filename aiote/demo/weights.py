@@ -1,7 +1,7 @@
-"""Where a model's weights come from: drawn from a seed, or read from a safetensors file that the user names.
+"""The weights of a model: drawn from a seed, or read from a safetensors file that the user names.
 
-The tensors of a file and their shapes, by which the sizes of the model are known (w width, h heads, k key and value
-heads, s head size, f hidden size of the MLP; the vocabulary is that of `tokens`):
+The tensors of a file and their shapes, which determine the sizes of the model (w width, h heads, k key and value heads,
+s head size, f hidden size of the MLP; the vocabulary is that of `tokens`):
 
     embedding                   [vocabulary, w]
     layers.N.attention_norm     [w]
@@ -16,7 +16,7 @@ heads, s head size, f hidden size of the MLP; the vocabulary is that of `tokens`
     final_norm                  [w]
     head                        [w, vocabulary]
 
-F64, F32 and F16 are taken, and computed with as float32. `aiote demo weights OUT.safetensors` writes such a file.
+F64, F32 and F16 are accepted; the model computes with float32. `aiote demo weights OUT.safetensors` writes such a file.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["fingerprint", "inspect", "load", "save", "seeded", "seeded_config", 
 _LAYER_FIELDS = ("attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down")
 _DTYPES = ("F64", "F32", "F16")
 
-# Queries drawn so much larger than unit scores make attention pick few positions out of thousands. With unit scores it
-# would average them all away, and a wrong page would change no token.
+# This gain makes attention pick few positions out of thousands. With scores of unit size it would average all
+# positions, and a wrong page would change no token.
 _QUERY_GAIN = 4.0
-# Logits apart enough that the greedy choice is no toss-up.
+# The logits are far enough apart that the greedy choice does not depend on rounding.
 _HEAD_GAIN = 4.0
-# A seeded model knows no language; a head that favours small letters and the space at least makes it easy to read.
+# A seeded model knows no language. A head that favours small letters and the space at least makes its text readable.
 _LIKELY = {**dict.fromkeys(range(32, 127), 0.55), **dict.fromkeys(b"abcdefghijklmnopqrstuvwxyz", 1.0), 32: 1.2}
 _UNLIKELY = 0.1
 
 
 def seeded_config(layers: int) -> ModelConfig:
-    """Return the sizes of a seeded model of so many layers."""
+    """Return the sizes of a seeded model of `layers` layers."""
     return ModelConfig(layers=layers, heads=8, kv_heads=2, head_size=32, width=256, hidden=704, vocabulary=VOCABULARY)
 
 
@@ -114,7 +114,7 @@ def _scale(name: str, config: ModelConfig) -> float:
 def inspect(path: Path) -> ModelConfig:
     """Read the sizes of the model in a safetensors file, without its tensors.
 
-    Raises DemoError if the file is not there, is none, or its tensors are not those of this module's table.
+    Raises DemoError if the file is missing or no safetensors file, or if its tensors differ from this module's table.
     """
     with _open(path) as file:
         found: dict[str, tuple[int, ...]] = {}
@@ -152,7 +152,7 @@ def save(model: Model, path: Path) -> None:
 
 
 def fingerprint(model: Model) -> str:
-    """Return a short text that differs where the sizes or a weight of two models differ."""
+    """Return a short text that differs if the sizes or a weight of two models differ."""
     value = zlib.crc32(repr(model.config).encode())
     for _, tensor in _named(model):
         value = zlib.crc32(np.ascontiguousarray(tensor).data, value)

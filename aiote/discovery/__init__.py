@@ -1,7 +1,7 @@
-"""Who is there: members of a cluster that announce themselves, and registries that keep the list of them.
+"""Discovery: members of a cluster announce themselves, and registries keep the list of members.
 
 A `Registry` is either embedded (a `RegistryServer` on one of the engines, an `EmbeddedRegistry` on each of the others)
-or `etcd.EtcdRegistry`, which needs the extra `etcd`.
+or an `etcd.EtcdRegistry`, which needs the extra `etcd`.
 """
 
 from .embedded import EmbeddedRegistry

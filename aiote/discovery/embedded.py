@@ -1,11 +1,11 @@
 """A client of the embedded registry.
 
-It tells the server what it has, all of it, again and again. So nothing has to be remembered of what was said to a
-server that is gone; whoever serves next learns it within a third of a lease. What it hears is a stream that begins with
-everything. When the stream breaks, the next one begins with everything again.
+The client repeatedly reports all its members to the server. Therefore it need not remember its reports to a server that
+is gone; the next server gets them within a third of a lease. The client receives members as a stream that begins with
+all of them. When the stream breaks, the next one begins with all of them again.
 
-A server that is lost withdraws nothing. The members that it told of stay, marked as stale, until a server that is there
-has had the time to hear of them and did not: one lease, and the longest pause between two attempts to reach it.
+Losing the server withdraws no member. The members that it reported stay, marked as stale, until a new server has had
+time to hear of them and has not: one lease plus the longest pause between two attempts to reach a server.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddedRegistry"]
 
 LEAVE_S = 0.5
-"""How long leaving waits at most for a server that does not answer: nobody who is cancelled waits for its lease."""
+"""The most seconds that leaving waits for an unresponsive server: a cancelled task must not wait for a whole lease."""
 MOST_KNOWN = 1 << 16
-"""Members that a server may tell of."""
+"""The most members that a server may report."""
 RENEWALS = 3
-"""How often a lease is renewed in its own time."""
+"""How often a lease is renewed within its duration."""
 
 
 class EmbeddedRegistry:
-    """The registry that one of the engines serves: a `Registry`; `async with EmbeddedRegistry(engine, address):`.
+    """A client of the registry that another engine serves, itself a `Registry`.
 
-    Entering does not wait for the server; `ready` does. Several addresses are tried in turn: of servers of which one at
-    a time is running; each may be given as text. `lease_s` is how long members stay known that were not heard of (0.1
-    to 600). It has at most 1024 members of its own. `failure` says why it was last out of touch. Raises UsageError for
-    what is no address.
+    Use it as `async with EmbeddedRegistry(engine, address):`. Entering does not wait for the server; `ready` does.
+    Several addresses, which may be texts, are tried in turn; only one of their servers may run at a time. `lease_s` is
+    how long this client's members stay known without a report (0.1 to 600). A client registers at most 1024 members.
+    `failure` is the reason why it was last out of touch. Raises UsageError for anything but addresses.
     """
 
     def __init__(
@@ -88,21 +88,21 @@ class EmbeddedRegistry:
         self._numbers = itertools.count(1)
         self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
-    # What a registry offers.
+    # The interface of a registry.
 
     @property
     def in_touch(self) -> bool:
-        """Whether a server answers, and has told everything."""
+        """Whether a server answers, and has reported all members."""
         return self._complete
 
     async def ready(self) -> None:
-        """Wait until the members have been told once. Raises ClosedError."""
+        """Wait until a server has reported all members for the first time. Raises ClosedError."""
         while self._run is None:
             self._require_open()
             await self._progress.wait()
 
     def members(self) -> tuple[Member, ...]:
-        """Return the members known here; stale ones are marked."""
+        """Return the members known here; stale members are marked."""
         if not self.in_touch:
             return self._roster.members(stale=True)
         return tuple(
@@ -111,7 +111,7 @@ class EmbeddedRegistry:
         )
 
     def watch(self) -> Watch:
-        """Iterate over events, beginning with the members known here. See `Registry.watch`."""
+        """Return an iterator over events, beginning with the members known here. See `Registry.watch`."""
         return self._roster.watch()
 
     @asynccontextmanager
@@ -136,8 +136,9 @@ class EmbeddedRegistry:
                 give_up(self._registrations, registration)
 
     def redirect(self, addresses: aiote.Address | str | Iterable[aiote.Address | str]) -> None:
-        """Have these addresses from now on; the server that answers now is left only when it is lost. Raises UsageError
-        for what is no address.
+        """Use these addresses from now on; the client leaves its present server only when it loses that.
+
+        Raises UsageError for anything but addresses.
         """
         self._addresses = _checked(addresses)
         self._redirected.ring()
@@ -145,7 +146,7 @@ class EmbeddedRegistry:
     async def __aenter__(self) -> EmbeddedRegistry:
         if self._running is not None:
             raise aiote.UsageError("a registry is entered once")
-        Endpoint.of(self._engine)  # says at once where the engine's messages cannot be had
+        Endpoint.of(self._engine)  # raises at once if the engine's messages are not available
         self._running = beside(self._keep_in_touch)
         self._open = True
         await self._running.__aenter__()
@@ -169,7 +170,7 @@ class EmbeddedRegistry:
             raise aiote.ClosedError("the registry is closed")
 
     def _end(self, reason: str) -> None:
-        """Register nobody any more, and say nothing more of those who are registered."""
+        """Accept no more members, and mark all registrations as lost, so that they are no longer reported."""
         self._open = False
         for registration in self._registrations.values():
             registration.lose(reason)
@@ -179,14 +180,17 @@ class EmbeddedRegistry:
         self._out_of_touch(reason)
         self._roster.close()
 
-    # What is said to the server.
+    # Reports to the server.
 
     def _announce_soon(self) -> None:
         self._poked = True
         self._poke.ring()
 
     async def _leave(self) -> None:
-        """Tell the server who is left, if there is a server; called by who leaves, for it must not wait its turn."""
+        """Report the remaining members to the server, if there is one.
+
+        The leaving member's task calls it, because it must not wait for the next periodic report.
+        """
         with anyio.move_on_after(LEAVE_S, shield=True):
             if self._server is not None:
                 try:
@@ -195,7 +199,7 @@ class EmbeddedRegistry:
                     pass
 
     async def _keep_in_touch(self) -> None:
-        """Stay with one server after the other, with pauses that grow while none answers."""
+        """Stay in touch with one server after another, with growing pauses while no server answers."""
         pause = RETRY_LEAST_S
         while not self._engine.closed:
             for address in self._addresses:
@@ -211,7 +215,7 @@ class EmbeddedRegistry:
         self._close("the engine is closed")
 
     async def _stay_with(self, address: aiote.Address) -> None:
-        """Say what there is to say, and listen, until the server is lost: PeerError, CallError, RegistryError..."""
+        """Report and listen until the server is lost. Raises the reason: PeerError, CallError, RegistryError..."""
         peer = await self._engine.connect(address)
         self._server = server = service.client(self._engine, peer, Keeping)
         async with beside(functools.partial(self._listen, service.client(self._engine, peer, Watching))):
@@ -224,7 +228,7 @@ class EmbeddedRegistry:
                 self._forget_doubtful()
 
     async def _say(self, server: Keeping) -> None:
-        """Say which members there are, all of them. Raises CallError, RegistryError where nothing is answered."""
+        """Report all members of this client. Raises CallError, RegistryError without an answer for a whole lease."""
         said = [(one, one.number) for one in self._registrations.values() if not (one.lost or one.leaving)]
         records = [MemberRecord.of(one.member) for one, _ in said]
         with anyio.move_on_after(self._lease_s):
@@ -237,10 +241,10 @@ class EmbeddedRegistry:
             return
         raise RegistryError(f"the registry has answered nothing for {self._lease_s} s")
 
-    # What is heard of it.
+    # Updates from the server.
 
     async def _listen(self, server: Watching) -> None:
-        """Take what the server tells, until that ends: CallError, RegistryError."""
+        """Apply the server's updates until they end. Raises CallError, RegistryError."""
         self._listed = set()
         updates = server.watch()
         while True:
@@ -272,7 +276,7 @@ class EmbeddedRegistry:
             self._listed.add(name)
 
     def _completed(self, run: int, listed: set[str]) -> None:
-        """Everything was told. What was not is gone if it is the same server, and in doubt if it is a new one."""
+        """Complete the list of members. An unlisted member has left if the server is the same, else it is in doubt."""
         now = anyio.current_time()
         for name in self._roster.known.keys() - listed:
             if run != self._run:
@@ -283,7 +287,7 @@ class EmbeddedRegistry:
         self._progress.ring()
 
     def _forget_doubtful(self) -> None:
-        """Drop those of whom a new server has not heard for long enough."""
+        """Drop members in doubt that a new server has not heard of in time."""
         now = anyio.current_time()
         if self.in_touch:
             for name in [name for name, until in self._doubtful.items() if until <= now]:

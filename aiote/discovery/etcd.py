@@ -1,11 +1,11 @@
 """A registry that outlives every engine: etcd.
 
 A member is a key under a prefix, tied to a lease that its own process keeps alive; etcd drops the key with the lease.
-The key is written by transactions only, which compare what was read before, so that of two incarnations the greater one
-has the name whatever the order. Members are read once, at a revision, and watched from the next one; where etcd has
-compacted what was missed, or tells more at once than is held here, they are read again. What cannot be reached
-withdraws nothing, and is tried again. What is refused for good is raised to the caller that waits, with etcd's text; a
-member that is registered stays so as long as etcd keeps it.
+Only transactions write the key. They compare it with the state read before, so that the greater of two incarnations has
+the name, whatever the order. The registry reads all members at one revision, and watches from the next revision on. It
+reads them again if etcd has compacted the missed changes, or sends more at once than is held here. While etcd cannot be
+reached, the registry keeps its members and tries again. A permanent refusal is raised to the waiting caller, with
+etcd's text; a registered member stays registered as long as etcd keeps it.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ PREFIX = "aiote/members/"
 PAGE = 256
 MEMBERS = 1 << 16
 WATCH_S = 10.0
-"""A watch is made anew so often: one whose endpoint has silently gone would be silent for ever."""
+"""Seconds after which a watch is made anew, because a watch whose endpoint has silently gone would stay silent."""
 LEAVE_S = 2.0
 TRIES = 16
 
 
 class _EtcdRegistration(HeldRegistration):
-    """A registration, the number that was last written, the lease that holds it (0: none), what wakes its keeper, and
-    how often its key was missing.
+    """A registration with the number of the last written change (`sent`), the lease that holds it (0: none), the bell
+    that wakes its task, and how often its key was missing.
     """
 
     def __init__(self, member: Member, bell: Bell) -> None:
@@ -75,7 +75,7 @@ class _EtcdRegistration(HeldRegistration):
         self.missing = 0
 
     def put_again(self) -> None:
-        """Have its key written once more: it is not there, as where somebody has deleted it, though the lease lives."""
+        """Make the task write the key again, which is missing although the lease lives, such as after a deletion."""
         self.sent = 0
         self.missing += 1
         self.bell.ring()
@@ -85,9 +85,9 @@ class EtcdRegistry:
     """The members that etcd has under a prefix: a `Registry`; `async with EtcdRegistry("http://etcd:2379"):`.
 
     Entering does not wait for etcd; `ready` does. `endpoints` are those of one cluster. `lease_s` is rounded up to
-    seconds, and etcd has a least one of its own (about 2). `options` go to `httpx.AsyncClient`. `malformed` counts keys
-    whose values are no members; `failure` says why it was last out of touch. At most 65536 keys. Raises UsageError
-    without httpx.
+    whole seconds; etcd has a minimum of its own (about 2). `options` are passed to `httpx.AsyncClient`. `malformed`
+    counts keys whose values are no members; `failure` is the reason why it was last out of touch. There may be at most
+    65536 keys under the prefix. Entering raises UsageError without httpx.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class EtcdRegistry:
         self._progress = Bell()
         self._stack = AsyncExitStack()
 
-    # What a registry offers.
+    # The interface of a registry.
 
     async def ready(self) -> None:
-        """Wait until the members have been read once. Raises ClosedError, RegistryError where etcd refuses for good."""
+        """Wait until the members have been read once. Raises ClosedError, RegistryError if etcd refuses permanently."""
         while not self._known:
             self._require_open()
             if self._refusal:
@@ -128,7 +128,7 @@ class EtcdRegistry:
         return self._roster.members(stale=not self.in_touch)
 
     def watch(self) -> Watch:
-        """Iterate over events, beginning with the members known here. See `Registry.watch`."""
+        """Return an iterator over events, beginning with the members known here. See `Registry.watch`."""
         return self._roster.watch()
 
     @asynccontextmanager
@@ -178,7 +178,7 @@ class EtcdRegistry:
     # Watching.
 
     async def _follow(self) -> None:
-        """Read and watch for ever, with pauses that grow while nobody answers."""
+        """Read and watch until cancelled, with growing pauses while no endpoint answers."""
         pause = RETRY_LEAST_S
         while True:
             try:
@@ -200,7 +200,7 @@ class EtcdRegistry:
             pause = min(pause * 2, RETRY_MOST_S)
 
     async def _read_all(self) -> int:
-        """Read the members as they are at one revision, and return that."""
+        """Read all members as of one revision, and return that revision."""
         key: bytes | None = self._prefix
         found: dict[str, Member] = {}
         revision, count, limit = 0, 0, PAGE
@@ -222,7 +222,7 @@ class EtcdRegistry:
         return revision
 
     def _take_page(self, answer: Mapping[str, Any], found: dict[str, Member], count: int) -> tuple[int, bytes | None]:
-        """Add a page to what was found; return how many keys that makes, and where the next page begins, if it does."""
+        """Add a page to `found`; return the number of keys so far, and where the next page begins, if there is one."""
         entries = records(answer, "kvs")
         count += len(entries)
         if count > MEMBERS:
@@ -247,7 +247,7 @@ class EtcdRegistry:
             self._roster.put(member)
 
     async def _listen(self, revision: int) -> None:
-        """Watch what follows a revision, for a while. Raises EtcdError, OUT_OF_RANGE where that is no more there."""
+        """Watch the changes after a revision for WATCH_S. Raises EtcdError; OUT_OF_RANGE if etcd no longer has them."""
         create = {
             "key": packed(self._prefix),
             "range_end": packed(prefix_end(self._prefix)),
@@ -275,7 +275,7 @@ class EtcdRegistry:
             self._progress.ring()
             return
         for event in records(answer, "events"):
-            # The header's revision may be beyond these events, where more are to follow.
+            # The header's revision may be later than these events, if more are to follow.
             self._revision = max(self._revision or 0, number(event, "kv", "mod_revision"))
             entry = event.get("kv")
             name, member = self._member(entry if isinstance(entry, Mapping) else {})
@@ -318,7 +318,7 @@ class EtcdRegistry:
     # Registrations.
 
     async def _keep(self, registration: _EtcdRegistration) -> None:
-        """Keep a registration until it is lost: its lease alive, its key written."""
+        """Maintain a registration until it is lost: keep its lease alive, and its key written."""
         pause = RETRY_LEAST_S
         while not registration.lost:
             try:
@@ -336,7 +336,7 @@ class EtcdRegistry:
                 pause = min(pause * 2, RETRY_MOST_S, max(registration.ttl_s, 1.0) / 3)
 
     async def _renew(self, registration: _EtcdRegistration) -> None:
-        """Keep the lease alive; take a new one, under which nothing is written yet, where there is none any more."""
+        """Keep the lease alive; if it has expired, take a new one, so that the key has to be written again."""
         if registration.lease:
             answer = await self._gateway.call(
                 "/v3/lease/keepalive", {"ID": str(registration.lease)}, registration.ttl_s
@@ -352,7 +352,10 @@ class EtcdRegistry:
         )
 
     async def _write(self, registration: _EtcdRegistration) -> None:
-        """Write what has changed, unless the name is another's by right."""
+        """Write the latest change; lose the registration if the name belongs to an equal or greater incarnation.
+
+        Raises EtcdError if the key keeps changing.
+        """
         key = packed(self._prefix + registration.member.name.encode())
         for _ in range(TRIES):
             if registration.sent == registration.number:
@@ -378,13 +381,13 @@ class EtcdRegistry:
                 registration.take(change)
                 if (
                     registration.missing == missing
-                ):  # else it may be missing again: news of it may be faster than answers
+                ):  # otherwise it may be missing again: the watch may be faster than this answer
                     registration.sent = change
                     return
         raise EtcdError(f"{registration.member.name}: the key changed {TRIES} times while it was to be written")
 
     async def _leave(self, registration: _EtcdRegistration) -> None:
-        """Give the lease back, and the key with it, within two seconds; what cannot be reached drops it in time."""
+        """Revoke the lease, and the key with it, within two seconds; if etcd cannot be reached, it expires in time."""
         if registration.lease:
             with anyio.move_on_after(LEAVE_S, shield=True):
                 try:

@@ -1,8 +1,8 @@
-"""Calls to etcd through the JSON gateway of its API v3: what is asked, what comes back, and who is asked next.
+"""Calls to etcd through the JSON gateway of its API v3: requests, answers, and the choice of the endpoint.
 
-Keys and values travel in base64, 64-bit integers as decimal text. A call goes to the endpoint that answered last, and
-to each of the others if that one does not. Every answer is bounded in time, and in length: `ANSWER_BYTES`. What is not
-an answer of etcd raises EtcdError, and nothing else.
+Keys and values travel in base64, 64-bit integers as decimal text. A call goes to the endpoint that answered last, and,
+if that does not answer, to each of the others. Every answer is bounded in time, and in length by `ANSWER_BYTES`. An
+answer that is not etcd's raises EtcdError and no other exception.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = [
 
 REQUEST_S = 3.0
 ANSWER_BYTES = 4 << 20
-"""Of an answer, and of one line of a stream: a page of the largest members has 1.2 MiB, etcd's largest value 2 MiB."""
-HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}  # a few bytes of gzip can be any number
+"""The longest answer, or line of a stream: a page of the largest members has 1.2 MiB, etcd's largest value 2 MiB."""
+HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}  # a little gzip can expand to any size
 ASK_OTHERS = (4, 8, 13, 14)
-"""gRPC codes that are the endpoint's own trouble: deadline exceeded, exhausted, internal, unavailable."""
+"""gRPC codes of failures of one endpoint: deadline exceeded, exhausted, internal, unavailable."""
 UNKNOWN = 2
 OUT_OF_RANGE = 11
 TOO_MANY, TOO_LONG = -1, -2
-"""Reasons of our own: more than can be taken of keys, of bytes."""
+"""Our own codes: too many keys, and too many bytes."""
 PERMANENT = (3, 7, 16, TOO_MANY)
-"""What comes again however often one asks: invalid argument (nobody's name is one), permission denied, who are you?"""
+"""Codes that recur on retry: invalid argument (no member's name causes it), permission denied, unauthenticated."""
 OF_STATUS = {400: 3, 401: 16, 403: 7}
 TEXT = 500
-"""Characters of an answer that are told in an error."""
+"""The most characters of an answer that an error message quotes."""
 _INTEGERS = (-(1 << 63), (1 << 63) - 1)
 
 
 class EtcdError(RegistryError):
-    """etcd refused, or no endpoint answered; `code` is gRPC's number of the reason, 14 where nobody answered."""
+    """etcd refused a request, or no endpoint answered; `code` is gRPC's number of the reason, 14 without an answer."""
 
     def __init__(self, message: str, code: int = 14) -> None:
         super().__init__(message)
@@ -64,14 +64,15 @@ class EtcdError(RegistryError):
 
     @property
     def permanent(self) -> bool:
-        """Whether asking again is of no use before somebody has changed etcd or the options."""
+        """Whether a retry can only succeed after a change of etcd or of the options."""
         return self.code in PERMANENT
 
 
 class Gateway:
-    """The endpoints of one cluster: `http://host:2379`. `options` go to `httpx.AsyncClient` (verify, cert, headers).
+    """The endpoints of one cluster: `http://host:2379`.
 
-    The environment's proxies are not asked, unless `options` have trust_env=True.
+    `options` are passed to `httpx.AsyncClient` (verify, cert, headers). The environment's proxies are used only if
+    `options` have trust_env=True. Raises UsageError for malformed endpoints.
     """
 
     def __init__(self, endpoints: str | Iterable[str], options: Mapping[str, Any] | None = None) -> None:
@@ -84,7 +85,7 @@ class Gateway:
 
     @property
     def endpoint(self) -> str:
-        """The one that is asked first."""
+        """The endpoint that is asked first."""
         return self._endpoints[0]
 
     def turn(self) -> None:
@@ -93,12 +94,12 @@ class Gateway:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Have connections for the length of an `async with`. Raises UsageError where httpx is not installed."""
+        """Hold an HTTP client for the length of an `async with`. Raises UsageError if httpx is not installed."""
         try:
             import httpx
         except ImportError as error:
             raise aiote.UsageError("etcd is reached through httpx: pip install 'aiote[etcd]'") from error
-        # Loading the system's certificates takes longer than all else here.
+        # Load the system's certificates only if needed, because that takes longer than everything else here.
         verify = any(one.startswith("https://") for one in self._endpoints)
         settings = {"trust_env": False, "verify": verify, **self._options, "timeout": httpx.Timeout(REQUEST_S)}
         async with httpx.AsyncClient(**settings) as self._client:
@@ -108,9 +109,10 @@ class Gateway:
                 self._client = None
 
     async def call(self, path: str, body: Mapping[str, object], lease_s: float = math.inf) -> dict[str, Any]:
-        """Return the answer to one question. Raises EtcdError.
+        """Return the answer to one request. Raises EtcdError.
 
-        Where it is about a lease of so many seconds, all endpoints but one may be silent for a third of that together.
+        `lease_s` is the length of the lease that the request is about. The timeouts of all endpoints but one then add
+        up to at most a third of it.
         """
         limit = min(REQUEST_S, lease_s / 3 / max(1, len(self._endpoints) - 1))
         trouble = EtcdError("no endpoint was asked")
@@ -135,7 +137,7 @@ class Gateway:
     async def _answering(
         self, path: str, body: Mapping[str, object], read_s: float | None, **headers: str
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """Ask the first endpoint, and have the status and the bytes of its answer."""
+        """Ask the first endpoint, and yield the status and the bytes of its answer. Raises EtcdError."""
         import httpx
 
         client, content = self._open_client(), json.dumps(body).encode()
@@ -160,8 +162,8 @@ class Gateway:
         return self._client
 
     async def stream(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any], None]:
-        """Iterate over the answers to one question to the first endpoint; close it. Raises EtcdError."""
-        # A member without a leader says so, rather than nothing.
+        """Iterate over the answers of the first endpoint to one request. The caller closes it. Raises EtcdError."""
+        # With this header a member of etcd without a leader reports that, instead of staying silent.
         async with self._answering(path, body, None, **{"Grpc-Metadata-hasleader": "true"}) as (status, chunks):
             if status != 200:
                 checked(path, status, await _whole(path, chunks))
@@ -172,7 +174,7 @@ class Gateway:
 
 
 class LineSplitter:
-    """Cuts a stream in lines; one of more than ANSWER_BYTES raises EtcdError, before more than a chunk more is held."""
+    """Splits a stream into lines. Raises EtcdError for a line over ANSWER_BYTES, and holds at most one chunk more."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -205,8 +207,9 @@ def _too_long(what: str) -> EtcdError:
 
 @functools.cache
 def _body_type() -> Callable[[bytes], Any]:
-    """Return the class of requests' bodies: httpx's own is an async generator, which trio reports where a cancelled
-    request leaves it half sent.
+    """Return the class of requests' bodies.
+
+    It replaces httpx's own, an async generator, which trio reports if a cancelled request leaves it half sent.
     """
     import httpx
 
@@ -226,7 +229,7 @@ def _body_type() -> Callable[[bytes], Any]:
 
 
 async def _unwind(chunks: AsyncIterator[bytes]) -> None:
-    """End httpx's generators, which are within each other: trio complains of those that were merely left."""
+    """End httpx's nested generators by a cancelled iteration, because trio reports generators that are abandoned."""
     import httpx
 
     with anyio.CancelScope() as scope:
@@ -239,7 +242,7 @@ async def _unwind(chunks: AsyncIterator[bytes]) -> None:
 
 
 def checked(path: str, status: int, content: bytes) -> dict[str, Any]:
-    """Return what an answer says, without the envelope of streams. Raises EtcdError for a refusal, or no answer."""
+    """Return the content of an answer, without the envelope of streams. Raises EtcdError for a refusal or no answer."""
     try:
         answer = json.loads(content)
         if not isinstance(answer, dict):
@@ -259,7 +262,7 @@ def checked(path: str, status: int, content: bytes) -> dict[str, Any]:
 
 
 def number(answer: Mapping[str, Any], *path: str) -> int:
-    """Return the integer at a path of keys; what is left out of an answer is 0. Raises EtcdError."""
+    """Return the integer at a path of keys; 0 if the answer omits it. Raises EtcdError for anything else."""
     value: Any = answer
     for key in path:
         value = value.get(key, 0) if isinstance(value, Mapping) else 0
@@ -273,7 +276,7 @@ def number(answer: Mapping[str, Any], *path: str) -> int:
 
 
 def records(answer: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the list of objects under a key; what is left out of an answer is empty. Raises EtcdError."""
+    """Return the list of objects under a key; empty if the answer omits it. Raises EtcdError for anything else."""
     found = answer.get(key) or []
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
         raise EtcdError(f"{key}: a list of objects expected, got {printable(found)}")
@@ -281,17 +284,17 @@ def records(answer: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def printable(value: object) -> str:
-    """Return what an error says of a value: of what is nested only that, for it may be so without end."""
+    """Return the text of a value for an error message; only the type of a nested value, whose depth has no bound."""
     return str(value)[:TEXT] if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def packed(data: bytes) -> str:
-    """Return bytes as the gateway takes them."""
+    """Return bytes in base64, as the gateway takes them."""
     return base64.b64encode(data).decode()
 
 
 def unpacked(text: object) -> bytes:
-    """Return the bytes that the gateway wrote. Raises EtcdError."""
+    """Return the bytes of the gateway's base64. Raises EtcdError for anything else."""
     try:
         if not isinstance(text, str):
             raise ValueError(printable(text))
@@ -301,6 +304,6 @@ def unpacked(text: object) -> bytes:
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """Return the first key behind all that begin so; a zero byte, which means no end, where there is none."""
+    """Return the first key after all keys with a prefix; a zero byte, which means no end, if there is no such key."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes((kept[-1] + 1,)) if kept else b"\0"

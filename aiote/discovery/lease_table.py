@@ -1,18 +1,20 @@
-"""Who holds which name, and until when: the table of the embedded registry's server.
+"""The lease table of the embedded registry's server: which session holds which name, and until when.
 
-Pure: time is an argument, in seconds of whatever clock the caller has. A *session* is one client; it says again and
-again which members it has, all of them, and how long that holds. A member is withdrawn when its session says no more of
-it, when the session's lease runs out, or when another session takes the name.
+Pure: time is an argument, in seconds of the caller's clock. A *session* is one client. It repeatedly reports all its
+members, and how long its report holds. The table withdraws a member when its session's report omits it, when the
+session's lease expires, or when another session takes the name.
 
-A name is its *owner's*, the engine that has registered it, as long as that is connected: nobody else takes it, whatever
-incarnation it says. Once it is gone another engine takes the name, whose incarnation may be smaller: it is a time, and
-the clock of its host may be behind. An engine that had the name earlier needs a greater incarnation than it had then.
+The *owner* of a name is the engine that has registered it. While the owner is connected, no other engine can take the
+name, whatever incarnation it reports. Once the owner is gone another engine may take the name, even with a smaller
+incarnation, because an incarnation is a time, and the clock of its host may be behind. An engine that had the name
+earlier needs a greater incarnation than it had then.
 
-An owner has so many members and sessions, however its sessions share them. Where all is full the owner with the most
-members loses its last.
+The number of sessions of each owner is limited, and so is the number of its members, over all its sessions. When the
+table is full, the owner with the most members loses its last member.
 
-Calls overtake each other, so a session numbers what it says, and what comes behind a greater number is ignored: it
-would register a ghost. The number is kept until the lease runs out, also of a session that has no members any more.
+Calls can overtake each other, so a session numbers its reports. A report with a smaller number than an earlier one is
+ignored, because it would register a member that is gone. The table keeps the number until the lease expires, even for a
+session that has no members any more.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from .membership import Member, Roster
 __all__ = ["LeaseTable"]
 
 LOCAL_LEASE_S = 10.0
-"""What is told of a member that has no lease, because it is in the server's own process."""
+"""The lease, in seconds, that clients are told for a member in the server's own process, which has none."""
 SESSIONS_EACH = 64
 FORMER = 8
-"""So many engines that had a name are told from a new one."""
+"""How many earlier owners of a name are remembered, with their incarnations."""
 POSTPONED = 3
-"""So often a lease is lengthened until it is renewed: whoever keeps the server busy keeps no dead member."""
+"""How often a lease may be extended before it is renewed: a client that keeps the server busy keeps no dead member."""
 
 
 @dataclass(slots=True)
@@ -46,9 +48,9 @@ class _Session:
 
 
 class LeaseTable:
-    """The members of all sessions, of which there are `limit` at most; what they amount to is kept in `roster`.
+    """The members of all sessions, at most `limit` members and `limit` sessions; `roster` has the resulting list.
 
-    `each`: members of one owner. `connected` tells whether an owner is.
+    `each`: the most members of one owner. `connected` returns whether an owner is connected.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class LeaseTable:
         now: float,
         owner: Hashable = None,
     ) -> dict[str, str]:
-        """Have these members of a session, and no others, for so long; return who was refused, and why.
+        """Record that a session has these members, and no others, for `lease_s`; return the refused ones, and why.
 
-        `owner` is whose session it is, by default its own.
+        `owner` is the engine that the session belongs to, by default the session itself. Reports with an outdated
+        `number` are ignored.
         """
         session = self._sessions.get(key)
         if session is None:
@@ -96,7 +99,7 @@ class LeaseTable:
         return {name: reason for name, reason in refusals.items() if reason}
 
     def _enter(self, key: Hashable, session: _Session, member: Member) -> str:
-        """Register a member, or keep it; return why not."""
+        """Register a member, or update it; return why it is refused, or an empty text."""
         name = member.name
         holder = self._holders.get(name)
         if holder != key and (refusal := self._refusal(session.owner, member)):
@@ -112,7 +115,7 @@ class LeaseTable:
         return ""
 
     def _refusal(self, owner: Hashable, member: Member) -> str:
-        """Return why a name that another session has, or none, does not become this owner's."""
+        """Return why this owner cannot take a name that another session, or no session, holds; empty if it can."""
         holder = self._sessions.get(self._holders.get(member.name))
         if self._owned[owner] >= self._each and (holder is None or holder.owner != owner):
             return f"this engine has its {self._each} members"
@@ -127,13 +130,13 @@ class LeaseTable:
         return ""
 
     def _had(self, owner: Hashable, holder: Hashable, name: str) -> int:
-        """Return with which incarnation an owner has a name, or had it; -1 where it never did."""
+        """Return the incarnation with which an owner has a name, or had it; -1 if it never had."""
         if owner == holder:
             return self._roster.known[name].incarnation
         return self._former.get(name, {}).get(owner, -1)
 
     def _hand_over(self, name: str, owner: Hashable) -> None:
-        """Remember who had a name, and with which incarnation."""
+        """Remember which owner had a name, and with which incarnation."""
         former = self._former.setdefault(name, {})
         former.pop(owner, None)
         former[owner] = self._roster.known[name].incarnation
@@ -141,7 +144,10 @@ class LeaseTable:
             del former[next(iter(former))]
 
     def _refuse_greediest(self, owner: Hashable) -> bool:
-        """Withdraw the last member of the owner with the most; return False where that is this one."""
+        """Withdraw the last member of the owner with the most members, to make room for this owner.
+
+        Return False without a withdrawal if that owner would then have fewer members than this one.
+        """
         leased = [session for session in self._sessions.values() if session.names and session.lease_s < math.inf]
         largest = max(leased, key=lambda session: (self._owned[session.owner], len(session.names)), default=None)
         if largest is None or self._owned[largest.owner] <= self._owned[owner] + 1:
@@ -159,7 +165,10 @@ class LeaseTable:
         return f"the registry has its {self._limit} members"
 
     def _forget_an_empty_one(self, owner: Hashable = None) -> bool:
-        """Forget the session without members that was begun first, of this owner if any; its number matters least."""
+        """Forget the oldest session without members, because its number matters least; return whether there was one.
+
+        With `owner`, only its sessions count.
+        """
         for key, session in self._sessions.items():
             if not session.names and owner in (None, session.owner):
                 del self._sessions[key]
@@ -167,35 +176,35 @@ class LeaseTable:
         return False
 
     def holds(self, name: str, key: Hashable) -> bool:
-        """Whether a session has that member."""
+        """Return whether a session holds a name."""
         return name in self._holders and self._holders[name] == key
 
     def lease_s(self, name: str) -> float:
-        """Return the length of a member's lease."""
+        """Return the length of a member's lease in seconds."""
         session = self._sessions.get(self._holders.get(name))
         return LOCAL_LEASE_S if session is None or session.lease_s == math.inf else session.lease_s
 
     def forget(self, key: Hashable) -> None:
-        """Withdraw a session with all that it has, and whose number is not needed."""
+        """Remove a session, whose number is no longer needed, and withdraw all its members."""
         if key in self._sessions:
             for name in tuple(self._sessions[key].names):
                 self._drop(name)
             del self._sessions[key]
 
     def expire(self, now: float) -> None:
-        """Withdraw the sessions whose leases have run out."""
+        """Remove the sessions whose leases have expired, and withdraw their members."""
         for key in [key for key, session in self._sessions.items() if session.deadline <= now]:
             self.forget(key)
 
     def postpone(self, seconds: float) -> None:
-        """Lengthen every lease, because nobody was listening for so long; each so often until it is renewed."""
+        """Extend every lease by the time that the server did not listen; at most POSTPONED times until a renewal."""
         for session in self._sessions.values():
             if session.postponed < POSTPONED:
                 session.postponed += 1
                 session.deadline += seconds
 
     def next_deadline(self) -> float:
-        """Return when the first lease runs out; infinite where there is none."""
+        """Return when the first lease expires; infinite if there is none."""
         return min((session.deadline for session in self._sessions.values()), default=math.inf)
 
     def _drop(self, name: str) -> None:
@@ -204,7 +213,7 @@ class LeaseTable:
         self._roster.remove(name)
 
     def _release(self, name: str) -> None:
-        """Have nobody hold a name."""
+        """Remove a name from the session that holds it."""
         session = self._sessions[self._holders.pop(name)]
         del session.names[name]
         self._owned[session.owner] -= 1

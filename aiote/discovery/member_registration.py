@@ -1,4 +1,4 @@
-"""A member's registration, as its own program sees it: what is to be told, and what the registry has confirmed."""
+"""A member's registration in its own process: the changes to report, and those that the registry has confirmed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ __all__ = ["HeldRegistration", "claim", "give_up"]
 
 
 class HeldRegistration:
-    """A registration with a registry that is elsewhere. Its changes are numbered; `changed` is called when there is one
-    to be told.
-    """
+    """A registration with a remote registry. Its changes are numbered; each change to report calls `changed`."""
 
     def __init__(self, member: Member, changed: Callable[[], object]) -> None:
         self.member = member
@@ -32,7 +30,7 @@ class HeldRegistration:
         self._bell = Bell()
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
-        """Replace the attributes; return when the registry has them. See `Registration.update`."""
+        """Replace the attributes; return when the registry has them. Raises as `Registration.update`."""
         self.require_held()
         member = replace(self.member, attributes=attributes)
         if member != self.member:
@@ -42,24 +40,24 @@ class HeldRegistration:
         await self.resolved()
 
     async def resolved(self) -> None:
-        """Wait until the registry has what there is to be told. Raises RegistryError when the registration is lost."""
+        """Wait until the registry has all changes so far. Raises RegistryError if the registration is lost."""
         number = self.number
         while self.taken < number and not self.lost:
             await self._bell.wait()
         self.require_held()
 
     def require_held(self) -> None:
-        """Raise RegistryError when the registration is lost."""
+        """Raise RegistryError if the registration is lost."""
         if self.lost:
             raise RegistryError(f"member {self.member.name}: {self.lost}")
 
     def take(self, number: int) -> None:
-        """Take note that the registry has what bears this number."""
+        """Record that the registry has the change with this number."""
         self.taken = max(self.taken, min(number, self.number))
         self._bell.ring()
 
     def lose(self, reason: str) -> None:
-        """Take note that another has the name, or that nobody keeps it any more."""
+        """Record why the registration is lost: another engine has the name, or this one is closed. The first stays."""
         self.lost = self.lost or reason
         self._bell.ring()
 
@@ -68,10 +66,11 @@ AnyRegistration = TypeVar("AnyRegistration", bound=HeldRegistration)
 
 
 async def claim(registrations: dict[str, AnyRegistration], registration: AnyRegistration) -> None:
-    """Enter a registration under its name, once one of that name that is leaving has left.
+    """Enter a registration under its name, once an earlier registration of that name has finished leaving.
 
-    Its leave must not be taken for the new one's, nor its lease for another's. Raises UsageError where the name has a
-    registration that is not leaving. When it returns the registration is entered, without a moment in between.
+    It waits because the registry must not mistake the earlier one's leave for the new one's, or its lease for
+    another's. Raises UsageError if the name has a registration that is not leaving. No other task runs between the last
+    check and the entry.
     """
     name = registration.member.name
     while (present := registrations.get(name)) is not None:
@@ -82,6 +81,6 @@ async def claim(registrations: dict[str, AnyRegistration], registration: AnyRegi
 
 
 def give_up(registrations: dict[str, AnyRegistration], registration: AnyRegistration) -> None:
-    """Take a registration out that has left."""
+    """Remove a registration that has left, and wake those that wait for its name."""
     del registrations[registration.member.name]
     registration.gone.set()

@@ -12,11 +12,11 @@ __all__ = ["Members"]
 
 
 class Members:
-    """Where the members of one role are: `aiote.service.client` takes it instead of an address.
+    """The addresses of the members of one role; `aiote.service.client` takes it instead of an address.
 
-    A member's address has to be `bytes(engine.address)`; `malformed` counts those whose address is none. Left out are
-    members with a true attribute `draining`. While the registry is out of touch its members stay: whether one is still
-    there calls find out. For one event loop; it needs no closing.
+    A member's address must be `bytes(engine.address)`; `malformed` counts the members with another one. Members with a
+    true attribute `draining` are left out. While the registry is out of touch its members stay, and calls find out
+    whether a member is still there. It belongs to one event loop, and needs no closing.
     """
 
     def __init__(self, registry: Registry, role: str) -> None:
@@ -28,9 +28,9 @@ class Members:
         self._addresses: tuple[aiote.Address, ...] = ()
 
     async def addresses(self) -> Sequence[aiote.Address]:
-        """Return where they are now, the same tuple until that changes; wait while there are none.
+        """Return the members' present addresses; wait while there are none. The tuple is the same until they change.
 
-        Raises ClosedError where there are none and the registry is closed.
+        Raises ClosedError if there are none and the registry is closed.
         """
         while True:
             self._follow()
@@ -41,7 +41,7 @@ class Members:
             await self._watch.wait()
 
     def _follow(self) -> None:
-        """Take what has happened since; without waiting, so that no task has to run beside."""
+        """Take the events since the last call, without waiting, so that no background task is needed."""
         changed = False
         while (event := self._watch.take()) is not None:
             name = event.member.name

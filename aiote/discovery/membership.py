@@ -1,11 +1,11 @@
-"""Who is there: members, the events of their coming and going, and what every registry of them offers.
+"""Members, the events when they come and go, and the interface of every registry.
 
-A member is one engine that takes part, under a name. Its *incarnation* tells the runs of one name apart: a greater one
-takes the name over, and watchers are told that the old one has left and the new one has joined.
+A member is one engine that takes part, under a name. Its *incarnation* distinguishes the runs of one name: a greater
+incarnation takes the name over, and watchers are told that the old member has left and the new one has joined.
 
-`Roster` is what one program knows of the members. It knows neither where that comes from nor any clock. Those who watch
-it get the differences between what was reported to them and what is so: one who is slow misses what came and went in
-the meantime, and costs one entry for each name, never a backlog.
+`Roster` holds the members that one program knows. It knows neither the source of that knowledge nor a clock. A watcher
+gets the differences between the state last reported to it and the present state. Therefore a slow watcher misses
+members that came and went in the meantime, and costs one entry for each name, never a backlog.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _INTEGERS = (-(1 << 63), (1 << 63) - 1)
 
 
 class RegistryError(aiote.AioteError):
-    """The registry refused a member, or another took its name: the message says why."""
+    """The registry refused a member, or another engine took its name; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One engine that takes part; raises UsageError where a part is malformed.
+    """One engine that takes part; raises UsageError if a field is malformed.
 
-    `name`: 1 to 128 bytes of UTF-8. `role`: what it is for, 1 to 32 bytes. `address`: `bytes(engine.address)`, or
-    whatever the members agree on, up to 512 bytes. `incarnation`: 64 bits, greater in every run of the same name.
+    `name`: 1 to 128 bytes of UTF-8. `role`: its purpose, 1 to 32 bytes. `address`: `bytes(engine.address)`, or any
+    bytes that the members agree on, up to 512. `incarnation`: 64 bits, greater in every run of the same name.
     `attributes`: up to 16 texts, finite numbers and truth values, which may change (load, model, tensor-parallel size).
-    `stale` is set by a registry that is out of touch: so it was when last heard of. It does not count in comparisons.
+    A registry that is out of touch sets `stale`: the member is as last reported. Comparisons ignore `stale`.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Member:
 
 
 def checked_attributes(attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
-    """Return an unchangeable copy, in the order of the keys. Raises UsageError."""
+    """Return an immutable copy, in the order of the keys. Raises UsageError for malformed attributes."""
     if not isinstance(attributes, Mapping) or len(attributes) > ATTRIBUTES:
         raise aiote.UsageError(f"attributes: a mapping of at most {ATTRIBUTES} entries expected")
     for key, value in attributes.items():
@@ -95,7 +95,7 @@ def checked_attributes(attributes: Mapping[str, Attribute]) -> Mapping[str, Attr
 
 
 def check_text(what: str, text: object, limit: int) -> None:
-    """Raise UsageError unless it is text without control characters, of at most `limit` bytes of UTF-8."""
+    """Raise UsageError unless `text` is text without control characters, of at most `limit` bytes of UTF-8."""
     if not isinstance(text, str) or _CONTROL.search(text):
         raise aiote.UsageError(f"{what}: text without control characters expected")
     try:
@@ -107,7 +107,7 @@ def check_text(what: str, text: object, limit: int) -> None:
 
 
 def check_lease(lease_s: float) -> float:
-    """Return a lease's length in seconds. Raises UsageError for one out of bounds."""
+    """Return a lease's length in seconds. Raises UsageError if it is out of bounds."""
     if isinstance(lease_s, int | float) and LEASE_S[0] <= lease_s <= LEASE_S[1]:
         return float(lease_s)
     raise aiote.UsageError(f"lease_s={lease_s!r}: expected {LEASE_S[0]} to {LEASE_S[1]} seconds")
@@ -119,7 +119,7 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MemberEvent:
-    """What happened to a member; with "left" it is as it was last reported."""
+    """An event of a member; with "left", `member` is as it was last reported."""
 
     kind: EventKind
     member: Member
@@ -128,7 +128,8 @@ class MemberEvent:
 class Watch(AsyncIterator[MemberEvent]):
     """The events of a roster, beginning with the members that are there; it ends with the registry.
 
-    For one reader. It may be left at any time, and holds nothing then. Cancelling a wait loses nothing.
+    A watch is for one reader. The reader may drop it at any time, which frees everything. Cancelling a wait loses no
+    event.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -138,7 +139,7 @@ class Watch(AsyncIterator[MemberEvent]):
         self._bell = Bell()
 
     def note(self, name: str) -> None:
-        """Take note that something may have changed about a name."""
+        """Record that the member of a name may have changed."""
         if name in self._reported or name in self._roster.known:
             self._pending[name] = None
         else:
@@ -146,21 +147,21 @@ class Watch(AsyncIterator[MemberEvent]):
         self._bell.ring()
 
     def wake(self) -> None:
-        """Have the reader look again."""
+        """Wake the reader, so that it checks again."""
         self._bell.ring()
 
     @property
     def pending(self) -> bool:
-        """Whether there may be something to tell."""
+        """Whether there may be an event to report."""
         return bool(self._pending)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing follows what there is to tell."""
+        """Whether the roster is closed, so that no events follow the pending ones."""
         return self._roster.closed
 
     def take(self) -> MemberEvent | None:
-        """Return what there is to tell next, or None."""
+        """Return the next event, or None."""
         while self._pending:
             name = next(iter(self._pending))
             reported, known = self._reported.get(name), self._roster.known.get(name)
@@ -176,7 +177,7 @@ class Watch(AsyncIterator[MemberEvent]):
         return None
 
     async def wait(self) -> None:
-        """Sleep until there may be something to tell."""
+        """Sleep until there may be an event, or the roster is closed."""
         if not self._pending and not self._roster.closed:
             await self._bell.wait()
 
@@ -190,28 +191,28 @@ class Watch(AsyncIterator[MemberEvent]):
 
 
 class Roster:
-    """The members known here, by their names, and those who watch them."""
+    """The members known in this program, by their names, and the watches on them."""
 
     def __init__(self) -> None:
         self.known: dict[str, Member] = {}
         self.closed = False
-        # A loop that was left drops its watch, and nobody tells us; the numbers keep them in order.
+        # A loop that is left drops its watch without a call to us, so hold watches weakly. Numbers keep their order.
         self._watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
         self._next = 0
 
     def put(self, member: Member) -> None:
-        """Have a member as it is now."""
+        """Add a member, or replace it by its present state."""
         if self.known.get(member.name) != member:
             self.known[member.name] = member
             self._note(member.name)
 
     def remove(self, name: str) -> None:
-        """Have a member no more."""
+        """Remove a member."""
         if self.known.pop(name, None) is not None:
             self._note(name)
 
     def watch(self) -> Watch:
-        """Watch from now on."""
+        """Return a new watch, which begins with the members known now."""
         watch = Watch(self)
         self._next += 1
         self._watches[self._next] = watch
@@ -223,13 +224,13 @@ class Roster:
         return len(self._watches)
 
     def members(self, *, stale: bool = False) -> tuple[Member, ...]:
-        """Return the members as they are known, all marked if asked."""
+        """Return the known members; with `stale`, all are marked as stale."""
         if not stale:
             return tuple(self.known.values())
         return tuple(replace(member, stale=True) for member in self.known.values())
 
     def close(self) -> None:
-        """End every watch, once it has reported what there is to tell."""
+        """End every watch, once it has reported its pending events."""
         self.closed = True
         for watch in tuple(self._watches.values()):
             watch.wake()
@@ -240,38 +241,38 @@ class Roster:
 
 
 class Registration(Protocol):
-    """A member's registration, for as long as its `async with` lasts and its lease is renewed."""
+    """A member's registration, which exists while its `async with` lasts and its lease is renewed."""
 
     @property
     def member(self) -> Member:
-        """The member as it is to be known."""
+        """The member with its latest attributes, which the registry may not have yet."""
         ...
 
     @property
     def lost(self) -> str:
-        """Why another has the name, or an empty text; a registration that is lost stays so."""
+        """Why the registration is lost, such as a takeover of its name, or an empty text. It stays lost."""
         ...
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
         """Replace the attributes; return when the registry has them.
 
-        Where the registry cannot be reached this waits, and the caller's deadline ends it; the attributes are told
-        nevertheless as soon as can be, and the last ones win. Raises RegistryError when the registration is lost,
-        UsageError.
+        While the registry cannot be reached this waits, until the caller's deadline ends it. The attributes are
+        reported nevertheless as soon as possible, and the last ones win. Raises RegistryError if the registration is
+        lost, UsageError for malformed attributes.
         """
         ...
 
 
 class Registry(Protocol):
-    """Who is there. Losing touch with it withdraws nothing: the members it told of stay, marked as stale."""
+    """The list of members. When a program loses touch with it, the members known there stay, marked as stale."""
 
     @property
     def in_touch(self) -> bool:
-        """Whether what is known here is up to date, as far as can be told."""
+        """Whether the members known here are up to date, as far as this program can tell."""
         ...
 
     async def ready(self) -> None:
-        """Wait until the members have been told once. Raises ClosedError, RegistryError where they are refused."""
+        """Wait until the members are known for the first time. Raises ClosedError, RegistryError if that is refused."""
         ...
 
     def members(self) -> tuple[Member, ...]:
@@ -279,15 +280,17 @@ class Registry(Protocol):
         ...
 
     def watch(self) -> Watch:
-        """Iterate over events, beginning with the present members; only the latest state of each is kept for a slow
-        reader.
+        """Return an iterator over events, beginning with the present members.
+
+        For a slow reader only the latest state of each member is kept.
         """
         ...
 
     def join(self, member: Member) -> AbstractAsyncContextManager[Registration]:
         """Register a member for the length of an `async with`, which begins when the registry has it.
 
-        Its lease is renewed meanwhile; the member leaves at the end, also when cancelled. Where the registry cannot be
-        reached this waits, and the caller's deadline ends it. Raises RegistryError where it is refused, ClosedError.
+        Meanwhile its lease is renewed. The member leaves at the end, also after a cancellation. While the registry
+        cannot be reached this waits, until the caller's deadline ends it. Raises RegistryError if the member is
+        refused, ClosedError if the registry is closed.
         """
         ...

@@ -1,8 +1,8 @@
 """The embedded registry's server: one of the engines keeps the list of members for all.
 
-It remembers nothing over its own end. Clients say what they have again and again, so a server that is started anew
-knows everything after one lease; see `embedded`. A lease runs only while the server listens: a stop of its process
-makes no member leave that had no chance to be heard.
+The server stores nothing that outlives it. Clients repeatedly report their members, so a restarted server knows all of
+them after one lease; see `embedded`. A lease runs only while the server listens: if its process was stopped, no member
+leaves before its client has had a chance to report.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ __all__ = ["MEMBERS_EACH", "Keeping", "RegistryServer", "Watching"]
 
 MEMBERS = 4096
 MEMBERS_EACH = 1024
-"""Members of one engine, and of one client: it says all of them in one message, of `Limits.message_bytes` at most."""
+"""The most members of one engine, and of one client, which reports all of them in one message; it must fit into
+`Limits.message_bytes`."""
 WATCHES_EACH = 16
-"""Clients of one engine that are told."""
+"""The most clients of one engine that watch."""
 TELL_S = 0.05
-"""What changes within so long is told together: a change costs a client's turn, not one for each member."""
+"""Changes within this many seconds are reported together, so they cost a client one update, not one for each member."""
 TOLD_AT_ONCE = 16
 LATE_S = 0.2
-"""A sweep that comes so much later than it was due means that the process was stopped, and heard nobody."""
+"""A sweep that is this many seconds late means that the process was stopped, and received no reports."""
 GRACE_S = 1.0
-"""How long whoever was not heard meanwhile has, to be heard."""
+"""The additional seconds that clients get to report after such a stop."""
 SHORTEST_SLEEP_S = 0.01
 Records: TypeAlias = Annotated[list[MemberRecord], msgspec.Meta(max_length=MEMBERS_EACH)]
 
 
 class Keeping(service.Service):
-    """What clients say. A service of its own: watches run for long, and would take the places of these calls."""
+    """The service for clients' reports. It is separate because long watches would occupy the places of these calls."""
 
     name = "aiote.Registry"
 
@@ -58,10 +59,10 @@ class Keeping(service.Service):
 
     @service.method(idempotent=True)
     async def keep(self, session: Number, number: Number, lease_s: LeaseSeconds, records: Records) -> dict[str, str]:
-        """Have these members and no others of this client, for so long; return who is refused, and why.
+        """Record that this client has these members, and no others, for `lease_s`; return the refused ones, and why.
 
-        `session` is the client's among those of its engine. `number` grows with each call of a session: what comes
-        behind a later one is ignored.
+        `session` distinguishes the clients of one engine. `number` grows with each call of a session; a call that
+        arrives after a later one is ignored.
         """
         address = service.current_call().peer.address
         key = (address.identity, address.incarnation, session)
@@ -69,7 +70,7 @@ class Keeping(service.Service):
 
 
 class Watching(service.Service):
-    """What clients are told."""
+    """The service that reports members to clients."""
 
     name = "aiote.RegistryWatch"
 
@@ -78,7 +79,10 @@ class Watching(service.Service):
 
     @service.method(raises=[RegistryError])
     def watch(self) -> AsyncIterator[RosterUpdate]:
-        """Tell of the members there are, and of changes from then on; a slow reader is told the latest of each."""
+        """Report the present members, then their changes; a slow client gets only the latest state of each member.
+
+        Raises RegistryError if there are too many clients.
+        """
         return self._tell(service.current_call().peer.address.identity)
 
 
@@ -91,18 +95,18 @@ class _LocalRegistration:
 
     @property
     def lost(self) -> str:
-        """Why another has the name."""
+        """Why another engine has the name, or an empty text."""
         return "" if self._leases.holds(self.member.name, self) else "another engine has taken the name over"
 
     def announce(self) -> None:
-        """Register the member as it is. Raises RegistryError."""
+        """Register the member with its present attributes. Raises RegistryError if it is refused."""
         refusals = self._leases.keep(self, 0, math.inf, [self.member], anyio.current_time(), self._owner)
         if refusals:
             self._leases.forget(self)
             raise RegistryError(f"member {self.member.name}: {refusals[self.member.name]}")
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
-        """Replace the attributes. See `Registration.update`."""
+        """Replace the attributes. Raises as `Registration.update`."""
         member = replace(self.member, attributes=attributes)
         if lost := self.lost:
             raise RegistryError(f"member {self.member.name}: {lost}")
@@ -111,11 +115,11 @@ class _LocalRegistration:
 
 
 class RegistryServer:
-    """The list of members, kept by one engine for all; itself a `Registry`: `async with RegistryServer(engine):`.
+    """The list of members, which one engine keeps for all; itself a `Registry`: `async with RegistryServer(engine):`.
 
-    It serves calls of `aiote.service` on the engine, beside others. At most `limit` members and `limit` clients;
-    `turned_away` counts clients beyond, `watchers` is how many there are. `admits` tells of a peer whether it may
-    register members and watch; by default whoever has the cluster key may.
+    It serves calls of `aiote.service` on the engine, beside other services. It takes at most `limit` members and
+    `limit` clients; `turned_away` counts clients beyond that, `watchers` is the present number of clients that watch.
+    `admits` returns whether a peer may register members and watch; by default every peer with the cluster key may.
     """
 
     in_touch = True
@@ -138,19 +142,19 @@ class RegistryServer:
 
     @property
     def address(self) -> aiote.Address:
-        """Where clients find it."""
+        """The address that clients need."""
         return self._engine.address
 
     async def ready(self) -> None:
-        """Return at once: it is the registry."""
+        """Return at once, because the server itself has the list. Raises ClosedError if it is not running."""
         self._require_open()
 
     def members(self) -> tuple[Member, ...]:
-        """Return the members."""
+        """Return the present members."""
         return self._roster.members()
 
     def watch(self) -> Watch:
-        """Iterate over events, beginning with the present members. See `Registry.watch`."""
+        """Return an iterator over events, beginning with the present members. See `Registry.watch`."""
         return self._roster.watch()
 
     @asynccontextmanager
@@ -186,15 +190,15 @@ class RegistryServer:
         if self._stack is None:
             raise aiote.ClosedError("the registry's server is not running: it is used within its `async with`")
 
-    # What clients say, and are told.
+    # Reports of clients, and updates to them.
 
     def _is_connected(self, owner: object) -> bool:
-        """Whether an engine has a connection to this one, or is it."""
+        """Return whether an engine has a connection to this one, or is this one."""
         own = owner == self._engine.address.identity
         return own or any(peer.address.identity == owner for peer in self._engine.peers)
 
     def _keep(self, owner: bytes, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
-        """Have these members of a client; see `Keeping.keep`."""
+        """Record the members of a client; see `Keeping.keep`."""
         self._callers.require()
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
@@ -202,7 +206,7 @@ class RegistryServer:
         return self._leases.keep(key, number, lease_s, members, now, owner)
 
     async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:
-        """Tell one client. Raises RegistryError for one too many."""
+        """Report members to one client. Raises RegistryError if there are too many clients."""
         self._callers.require()
         if self.watchers >= self._limit or self._watchers_of[owner] >= WATCHES_EACH:
             self.turned_away += 1
@@ -210,7 +214,7 @@ class RegistryServer:
         self.watchers += 1
         self._watchers_of[owner] += 1
         try:
-            # What a slow client has not taken is kept as states, in its watch.
+            # While a client is slow, its watch keeps members' states, not events.
             watch = self._roster.watch()
             yield self._update(watch)
             while not self._roster.closed:
@@ -221,7 +225,7 @@ class RegistryServer:
                     continue
                 yield update
                 if told < TOLD_AT_ONCE:
-                    # Not at once for each change, of which there may be thousands a second.
+                    # Do not send an update for each change, because there may be thousands of changes in a second.
                     await anyio.sleep(TELL_S)
         finally:
             self.watchers -= 1
@@ -240,7 +244,7 @@ class RegistryServer:
         return RosterUpdate(self._run, not watch.pending, gone, present)
 
     async def _sweep(self) -> None:
-        """End leases when they run out; sleep while there are none."""
+        """End leases when they expire; sleep while there are none."""
         while True:
             self._next_sweep = self._leases.next_deadline()
             pause = max(self._next_sweep - anyio.current_time(), SHORTEST_SLEEP_S)

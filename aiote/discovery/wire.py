@@ -1,4 +1,4 @@
-"""A member as it travels, in calls of the embedded registry and in etcd's values, and what the server tells of many."""
+"""The wire formats of a member, in calls of the embedded registry and in etcd's values, and of the server's updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .membership import ADDRESS_BYTES, ATTRIBUTES, KEY_BYTES, LEASE_S, NAME_BYTE
 __all__ = ["LeaseSeconds", "MemberRecord", "Name", "Number", "RosterUpdate", "decode_member", "encode_member"]
 
 MOST_TOLD = 1024
-"""Names, and members, in one update."""
+"""The most names, and the most members, in one update."""
 LeaseSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=LEASE_S[0], le=LEASE_S[1])]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES)]
@@ -26,7 +26,7 @@ Value: TypeAlias = (
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
-    """A member as it travels; one that would be malformed is not decoded."""
+    """A member as it travels. Decoding a malformed member fails."""
 
     name: Name
     role: Annotated[str, msgspec.Meta(min_length=1, max_length=ROLE_BYTES)]
@@ -43,15 +43,15 @@ class MemberRecord(msgspec.Struct, frozen=True):
         return cls(member.name, member.role, member.address, member.incarnation, dict(member.attributes))
 
     def member(self) -> Member:
-        """Return the member. Raises UsageError for one that is malformed."""
+        """Return the member. Raises UsageError if it is malformed."""
         return Member(self.name, self.role, self.address, self.incarnation, self.attributes)
 
 
 class RosterUpdate(msgspec.Struct, frozen=True):
-    """What a client is told: first of all that are there, then of changes. `run` is the server's.
+    """An update from the server to a client: first all present members, then changes. `run` identifies the server.
 
-    The names in `gone` have left; then these members are there, each with the length of its lease. `complete`: all that
-    is known by now has been told.
+    The members named in `gone` have left; after that, those in `present` are there, each with the length of its lease.
+    `complete`: the client now has everything that the server knows.
     """
 
     run: Number

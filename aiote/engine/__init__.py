@@ -1,4 +1,4 @@
-"""The engine that users hold, and how it is opened and closed."""
+"""Own the public `Engine` object and the code that opens and closes it."""
 
 from .engine import Engine
 from .opening import Opening, open_engine

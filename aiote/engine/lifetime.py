@@ -1,4 +1,4 @@
-"""The life of an engine: left open at the exit, dropped, carried into a forked child."""
+"""Close an engine: by its caller, at the interpreter's exit, or when it is dropped; never in a forked child."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ os.register_at_fork(after_in_child=_live.clear)
 
 @atexit.register
 def _at_exit() -> None:
-    """Close what was left open: a native thread must not outlive the interpreter, and a provider's memory not its
-    library.
+    """Close the engines that were left open, because a native thread must not outlive the interpreter, and a
+    provider's memory must not outlive its library.
     """
     for engine in tuple(_live):
         engine._lifetime.dropped(engine)
 
 
 class Lifetime:
-    """Whether an engine was opened and closed, how its parts are closed, and who waits for that."""
+    """The state of an engine (opened, closed), the order in which its parts are closed, and the tasks that wait."""
 
     page: StatusPage | None = None
 
@@ -47,18 +47,18 @@ class Lifetime:
         self._opened = False
         self._closed = False
         self._waiters: set[Waiter] = set()
-        # Where it was made, for whoever forgets to close it; only in development mode, for it costs a millisecond.
+        # The warning about an engine left open names this place. Only in development mode: it costs a millisecond.
         self._made_at = "".join(traceback.format_stack()[:-3]) if sys.flags.dev_mode else ""
 
     def show(self, engine: Engine) -> None:
-        """Have `aiote top` show the engine while it is open."""
+        """Make a status page, so that `aiote top` shows the engine while it is open."""
         self.page = StatusPage(engine)
 
     def opened(self, engine: Engine) -> None:
-        """Take note that the engine has to be closed, and have the interpreter's exit do it."""
+        """Record that the engine is open, so that the interpreter's exit closes it if its owner does not."""
         self._opened = True
         _live.add(engine)
-        # For as long as the event loop runs: a program may keep no more of an engine than its peers and regions.
+        # Keep the engine alive while the event loop runs: a program may hold only its peers and regions.
         self._runtime.owner = engine
         rails = ", ".join(rail.name for rail in engine.rails)
         self._runtime.events.emit("engine.opened", address=str(engine.address), rails=rails)
@@ -66,12 +66,12 @@ class Lifetime:
             self.page.follow(self._runtime.events)
 
     def beat(self, now: float) -> None:
-        """Take note that the engine's heartbeats are told, at a time."""
+        """Write the status page if it is due; the engine calls this after its heartbeats, with the time `now`."""
         if self.page is not None:
             self.page.beat(now)
 
     async def wait_closed(self) -> None:
-        """Wait until everything is closed."""
+        """Wait until the engine is closed completely."""
         self._runtime.loop.require_here()
         while not self._closed:
             waiter = self._runtime.loop.waiter()
@@ -82,7 +82,7 @@ class Lifetime:
                 self._waiters.discard(waiter)
 
     async def close(self) -> None:
-        """Close everything, or wait for whoever does; see `Engine.aclose`."""
+        """Close everything, or wait for the caller that is already closing it; see `Engine.aclose`."""
         if self._runtime.inherited:
             return
         self._runtime.require_here()
@@ -96,7 +96,7 @@ class Lifetime:
             self.end()
 
     def end(self) -> None:
-        """Close everything at once, and tell the peers nothing that they were not told. Idempotent."""
+        """Close everything at once, without a message to the peers. Idempotent."""
         self._runtime.begin_close()
         self._runtime.detach()
         self._nic_events.close()
@@ -110,7 +110,7 @@ class Lifetime:
         self._tell()
 
     def _tell(self) -> None:
-        """Say that everything is closed."""
+        """Record that everything is closed, emit the event, and wake the tasks that wait for it."""
         if self._opened and not self._closed:
             self._runtime.events.emit("engine.closed", address=str(self._runtime.address))
         self._closed = True
@@ -119,7 +119,9 @@ class Lifetime:
             wake(waiter)
 
     def dropped(self, engine: Engine) -> None:
-        """Close an engine that nobody closed, from any thread, and say so; a forked child leaves it to its parent."""
+        """Close an engine that its owner left open and warn about it; callable from any thread. A forked child leaves
+        the engine to its parent.
+        """
         if self._closed or self._runtime.inherited:
             return
         if self._opened:

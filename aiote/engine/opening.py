@@ -1,4 +1,4 @@
-"""Opening engines."""
+"""Check the arguments of `open_engine` and open the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Opening", "open_engine"]
 
 
 class Opening:
-    """What `open_engine` returns: `async with` opens and closes, `await` opens and leaves the closing to the caller."""
+    """The result of `open_engine`: `async with` opens and closes; `await` opens, and the caller closes."""
 
     def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
         self.arguments = (provider, rails, config)
@@ -28,7 +28,7 @@ class Opening:
     async def _open(self) -> Engine:
         provider, rails, config = self.arguments
         if provider == "sim" and config.identity is None:
-            # Which of two crossing connections stays depends on it, and a seed is to give the same each time.
+            # The identity decides which of two crossing connections stays; the same seed must give the same result.
             config = dataclasses.replace(config, identity=sim_identity())
         try:
             engine = Engine(provider, rails, config)
@@ -40,7 +40,7 @@ class Opening:
         except FabricError:
             raise
         except OSError as error:
-            # The event loop's, mostly: it watches descriptors of ours, and has none left for itself.
+            # Mostly from the event loop, which watches our descriptors and has run out of its own.
             raise FabricError(error.errno or 0, error.strerror or str(error), operation="open engine") from error
         return engine
 
@@ -63,12 +63,12 @@ def open_engine(
 ) -> Opening:
     """Open an engine on the running event loop: `async with open_engine(...) as engine`.
 
-    provider: "auto" (the best that is present, and shared memory for peers on this host), "local" or "socket" (which
+    provider: "auto" (the best provider present, and shared memory for peers on this host), "local" or "socket" (which
     need no library), "tcp", "shm", "verbs", a libfabric provider's name, or "sim" (within an `aiote.testing.Fabric`).
-    rails: names or local IP addresses of the NICs to open; without them the one that the engine's own address belongs
-    to, or all of the simulated ones. config: an `EngineConfig`; settings: fields of it by name, as `spin_us=0`, which
-    win over `config`. Awaiting instead gives an engine that the caller closes with `await engine.aclose()`. Raises
-    FabricError when there is no libfabric or no such provider, UsageError.
+    rails: names or local IP addresses of the NICs to open; by default the NIC that has the engine's own address, or all
+    simulated NICs. config: an `EngineConfig`; settings: single fields by name, such as `spin_us=0`, which override
+    `config`. `await open_engine(...)` returns an engine that the caller closes with `await engine.aclose()`. Raises
+    FabricError if libfabric or the provider is missing, UsageError.
     """
     if not isinstance(provider, str):
         raise UsageError(f"provider must be a name, got {type(provider).__name__}")
@@ -81,7 +81,7 @@ def open_engine(
 
 
 def _configured(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
-    """Return the config with settings changed. Raises UsageError for a name that is none."""
+    """Return the config with settings changed. Raises UsageError for a name that is not a setting."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     for name in settings:
         if name not in names:

@@ -1,6 +1,6 @@
-"""GPU memory of aiote's own: values that a kernel changes and a coroutine awaits, and memory that every rail reaches.
+"""GPU memory that aiote allocates: values that a kernel changes and a coroutine awaits, and memory for all rails.
 
-Arrays of other libraries need nothing of this: `Engine.register` takes them as they are.
+Arrays of other libraries do not need this package: `Engine.register` takes them as they are.
 """
 
 from .copies import copy

@@ -1,4 +1,4 @@
-"""Copies of whole arrays between the host and a GPU."""
+"""Copy whole arrays between the host and a GPU, or within one GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ OF_GPU = ("cuda", "cuda_managed")
 
 
 def copy(target: Any, source: Any) -> None:
-    """Copy all bytes of an array into another of the same length, behind the kernels of the GPU's default stream.
+    """Copy all bytes of `source` into `target`, an array of the same length, after the GPU's default stream.
 
-    Either may be in memory of a GPU, both on one. It waits until that is over: for a thread, not for an event loop.
-    Raises UsageError for what is no such memory, or is the host's on both sides, FabricError.
+    One of the arrays, or both, must be in GPU memory; both must then be on the same GPU. The call blocks its thread
+    until the copy is done, so do not call it in an event loop. Raises UsageError for objects without such memory, a
+    read-only target, different lengths and two arrays of the host, FabricError.
     """
     try:
         here, there = acquire(source), acquire(target)

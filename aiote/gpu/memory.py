@@ -1,4 +1,4 @@
-"""Memory that is allocated through the driver, in each library's own shape."""
+"""Own memory that is allocated through the CUDA driver; lend it by the CUDA Array Interface and by DLPack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUDA = 2
 
 @contextmanager
 def _asked(what: str, device: object) -> Iterator[None]:
-    """Open the driver for what is to be allocated, and say of what it refuses where that was."""
+    """Open the driver for an allocation `what` on `device`; raise its refusal as a FabricError that names both."""
     if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < 1 << 31:
         raise UsageError(f"{what}: device={device!r}: expected the number of a GPU")
     try:
@@ -32,9 +32,9 @@ def _asked(what: str, device: object) -> Iterator[None]:
 
 
 class DeviceArray:
-    """Memory as its GPU has it, for array libraries: CUDA Array Interface and DLPack. It keeps the memory.
+    """Memory as its GPU sees it, for array libraries: CUDA Array Interface and DLPack. It keeps the memory alive.
 
-    A value is one int64, other memory is bytes.
+    A watched value appears as one int64, other memory as bytes.
     """
 
     __slots__ = ("_owned",)
@@ -57,19 +57,20 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        # Nothing of ours is pending on the memory, so no stream has to wait.
+        # aiote has no work pending on the memory, so the caller's stream need not wait.
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("the memory is lent where it is, and not copied")
         return self._owned.capsule(max_version is not None and max_version[0] >= 1)
 
 
 class WatchedValue(PinnedValue):
-    """A value of 64 bits that kernels change and `engine.watch` sees: pinned memory of the host, mapped into the GPU.
+    """A value of 64 bits that kernels change and `engine.watch` sees: pinned host memory, mapped into the GPU.
 
-    `value` is what the host sees now, and may be set. Kernels that come before the change in its stream are over when
-    it is seen; several changes may be seen as one. A context manager that frees it: no kernel, graph or array uses it
-    then. What is never closed is freed with its last array. Closing raises BufferError while somebody watches it, and
-    may wait for the GPU. Raises UsageError, and FabricError where the driver refuses or there is none.
+    `value` is the value that the host sees now; it may be set. When the host sees a change, the kernels before it in
+    its stream are over; it may see several changes as one. A context manager that frees the memory: no kernel, graph or
+    array may use it then. Without `close` the memory is freed with the last array that uses it. Closing raises
+    BufferError while a task watches the value, and may wait for the GPU. Raises UsageError, and FabricError when the
+    driver refuses or is missing.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -78,8 +79,8 @@ class WatchedValue(PinnedValue):
 
     @property
     def device(self) -> DeviceArray:
-        """The value as its GPU has it: `cupy.asarray(word.device)` or `torch.as_tensor(word.device)`, to which a kernel
-        between two layers adds 1, also in a captured graph.
+        """The value as its GPU sees it: `cupy.asarray(word.device)` or `torch.as_tensor(word.device)`. A kernel between
+        two layers adds 1 to that array, also in a captured graph.
         """
         return DeviceArray(self)
 
@@ -96,10 +97,10 @@ class WatchedValue(PinnedValue):
 
 
 class GpuMemory(DeviceArray):
-    """Bytes of a GPU. Made by `allocate`; `engine.register` and array libraries take it as it is.
+    """Bytes of a GPU. `allocate` makes it; `engine.register` and array libraries take it as it is.
 
-    A context manager that frees it: no kernel, transfer or array uses it then. What is never closed is freed with its
-    last array.
+    A context manager that frees the memory: no kernel, transfer or array may use it then. Without `close` the memory is
+    freed with the last array that uses it.
     """
 
     __slots__ = ()
@@ -109,16 +110,16 @@ class GpuMemory(DeviceArray):
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The length of the memory in bytes."""
         return self._owned.nbytes
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
+        """Whether the memory was freed."""
         return self._owned.closed
 
     def close(self) -> None:
-        """Free it, for which the driver may wait for the GPU. Idempotent."""
+        """Free the memory; the driver may wait for the GPU. Idempotent."""
         self._owned.close()
 
     def __enter__(self) -> Self:
@@ -134,10 +135,10 @@ class GpuMemory(DeviceArray):
 
 
 def allocate(nbytes: int, device: int = 0) -> GpuMemory:
-    """Allocate memory of a GPU, in blocks of 2 MiB that hold nothing else: who shares it exposes no other array.
+    """Allocate memory of a GPU, in 2 MiB blocks without other allocations, so that sharing it exposes no other array.
 
-    Its contents are undefined. The CUDA context of the GPU is made where the process has none. Raises UsageError, and
-    FabricError where the driver refuses or there is none.
+    Its contents are undefined. If the process has no CUDA context of the GPU yet, one is made. Raises UsageError, and
+    FabricError when the driver refuses or is missing.
     """
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 0 < nbytes < 1 << 62:
         raise UsageError(f"allocate: nbytes={nbytes!r}: expected a positive number of bytes")

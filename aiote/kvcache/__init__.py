@@ -1,9 +1,9 @@
-"""The KV cache of a disaggregated deployment: prefill and decode engines that move caches between their own pages.
+"""Move KV caches in a disaggregated deployment, from the pages of prefill engines to the pages of decode engines.
 
-A `Cache` describes tensors in the engine's memory. A `Producer` offers requests whose caches a prefill rank computes, a
+A `Cache` describes tensors in the engine's memory. A `Producer` offers requests whose caches a prefill rank computes. A
 `Consumer` receives them into pages of a decode rank, pushed layer by layer or pulled (docs/kvcache.md).
-`BlockingProducer` and `BlockingConsumer` are theirs for programs that call synchronously. A `Group` leads ranks in
-processes of their own, each of which serves a `Worker`. `PagePool` and `Router` are for programs that have none.
+`BlockingProducer` and `BlockingConsumer` do the same for programs that call synchronously. A `Group` leads ranks in
+separate processes; each of these ranks serves a `Worker`. `PagePool` and `Router` serve programs without their own.
 """
 
 from .blocking import BlockingConsumer, BlockingProducer, Finished

@@ -1,7 +1,8 @@
 """Producers and consumers for programs that call synchronously, as the workers of inference engines do.
 
-They live on `aiote.bridge`. Every call returns at once, from any thread; `poll` tells what has ended since the last
-time. A request that was cancelled is told of only when its pages are the program's again.
+They run on `aiote.bridge`. `submit`, `offer`, `computed` and `cancel` return at once, from any thread; `poll` returns
+the requests that have ended since its last call. It names a cancelled request only when the program owns its pages
+again.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ __all__ = ["BlockingConsumer", "BlockingProducer", "Finished"]
 
 T = TypeVar("T")
 MOST_RENEWALS = 1024
-"""Ranks that are told at a time; others are told the next time."""
+"""The most ranks with a renewal in flight; others are told the next time."""
 
 
 class Finished(NamedTuple):
-    """Requests that have ended: those whose caches were moved, and why others were not.
+    """Requests that have ended: the names of those whose caches were moved, and the reasons why others failed.
 
-    `pages` are those of the latter by their groups: what they hold is nothing to rely on.
+    `pages` are the pages of the failed requests by group; their contents are undefined.
     """
 
     moved: list[str]
@@ -47,7 +48,9 @@ class Finished(NamedTuple):
 
 
 class Blocking(Generic[T]):
-    """What lives on a bridge, and the requests that threads have under way there; a context manager that closes it."""
+    """A producer or consumer that runs on a bridge, with the requests that threads have open there; a context manager
+    that closes it.
+    """
 
     def __init__(self, bridge: Bridge, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
         bridge.require_elsewhere()
@@ -76,7 +79,7 @@ class Blocking(Generic[T]):
             self._opened.settle(error or aiote.ClosedError("it was closed before it was open"))
 
     def _begin(self, request: str, rows: Rows, work: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Have a coroutine run that returns why a request has failed, "" where it has not. Raises UsageError."""
+        """Run a coroutine that returns why a request has failed, or "". Raises UsageError for an open request."""
         if request in self._calls:
             raise aiote.UsageError(f"request {request!r} is under way")
         call = self._calls[request] = self._bridge.submit(work())
@@ -92,13 +95,13 @@ class Blocking(Generic[T]):
         self._ended.put((request, rows, failure))
 
     def cancel(self, request: str) -> None:
-        """Have a request end; `poll` tells when it has. Does nothing for one that is not under way."""
+        """Cancel a request; `poll` names it when it has ended. A request that is not open is ignored."""
         call = self._calls.get(request)
         if call is not None:
             call.cancel()
 
     def poll(self) -> Finished:
-        """Return what has ended since the last time; waits for nothing."""
+        """Return the requests that have ended since the last call, without waiting."""
         finished = Finished([], {}, {})
         while True:
             try:
@@ -113,9 +116,9 @@ class Blocking(Generic[T]):
                 finished.pages.setdefault(group, set()).update(row.pages.tolist())
 
     def close(self) -> None:
-        """Cancel what is under way, wait until it has ended, and end what lives on the bridge. Idempotent.
+        """Cancel the open requests, wait until they have ended, and close the producer or consumer. Idempotent.
 
-        Not on the bridge's own thread, where it raises UsageError.
+        Raises UsageError on the bridge's own thread.
         """
         self._bridge.require_elsewhere()
         _end(list(self._calls.values()))
@@ -133,7 +136,7 @@ class Blocking(Generic[T]):
 
 
 def _end(calls: Sequence[Call[Any]]) -> None:
-    """Cancel calls, and wait until all have ended; whatever interrupts that is raised then."""
+    """Cancel calls and wait until all have ended; raise an exception that interrupts the wait only after that."""
     for call in calls:
         call.cancel()
     with ExitStack() as all_of_them:
@@ -146,7 +149,7 @@ async def _set(event: anyio.Event) -> None:
 
 
 class BlockingConsumer(Blocking[Consumer]):
-    """One decode rank's cache on a bridge's engine; settings: as of `Consumer`. Raises as entering that."""
+    """One decode rank's cache on a bridge's engine; settings: those of `Consumer`. Raises what entering it raises."""
 
     def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
         self._renewals: dict[str, Call[None]] = {}
@@ -162,9 +165,9 @@ class BlockingConsumer(Blocking[Consumer]):
         reads: bool = False,
         name: str | None = None,
     ) -> None:
-        """Have a request's cache moved into pages, as `Consumer.receive` does; they are the bridge's until `poll` names
-        the request. name: what it is called here, where producers that know nothing of each other name their requests.
-        Raises UsageError for one that is under way, and for pages that the tokens cannot be moved into.
+        """Move a request's cache into pages as `Consumer.receive` does. The bridge owns the pages until `poll` names
+        the request. name: the request's name here, if several producers choose request names independently. Raises
+        UsageError for a request that is open, and for pages that cannot hold the tokens.
         """
         tokens = token_count(tokens)
         check_target(self._inner.spec, rows, tokens)
@@ -177,9 +180,9 @@ class BlockingConsumer(Blocking[Consumer]):
         return ""
 
     def renew(self, waiting: Mapping[str, Sequence[str]]) -> None:
-        """Have prefill ranks, by their addresses, keep requests that wait for pages, as `Consumer.renew` does.
+        """Make prefill ranks (by address) keep requests that wait for pages, as `Consumer.renew` does.
 
-        One that has not answered the last time is left out, and one that cannot be reached is not told.
+        Skip a rank that has not answered the last call yet, and ignore a rank that cannot be reached.
         """
         for place, requests in waiting.items():
             if place not in self._renewals and len(self._renewals) < MOST_RENEWALS:
@@ -190,21 +193,21 @@ class BlockingConsumer(Blocking[Consumer]):
         self._renewals.pop(place, None)
 
     def close(self) -> None:
-        """As ever; requests that wait are kept no longer."""
+        """Close as `Blocking.close` does, and cancel the renewals: prefill ranks keep waiting requests no longer."""
         self._bridge.require_elsewhere()
         _end(list(self._renewals.values()))
         super().close()
 
 
 class BlockingProducer(Blocking[Producer]):
-    """One prefill rank's cache on a bridge's engine; settings: as of `Producer`. Raises as entering that."""
+    """One prefill rank's cache on a bridge's engine; settings: those of `Producer`. Raises what entering it raises."""
 
     def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
         super().__init__(bridge, lambda engine: Producer(engine, cache, **settings))
         self._offers: dict[str, Offer] = {}
 
     def offer(self, request: str, *, tokens: int, rows: Rows, readers: int | None = 1, computed: bool = False) -> None:
-        """Offer a request's cache, as `Producer.offer` does; its pages stay the bridge's until `poll` names it."""
+        """Offer a request's cache as `Producer.offer` does; the bridge owns its pages until `poll` names it."""
         offer = self._inner.offer(request, tokens=tokens, rows=rows, readers=readers, computed=computed)
         self._begin(request, rows, partial(self._keep, offer))
 
@@ -219,25 +222,25 @@ class BlockingProducer(Blocking[Producer]):
         return "" if offer.outcome == "moved" else offer.outcome
 
     def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:
-        # Not by the coroutine: one that is cancelled before its first step does nothing.
+        # Removed here and not by the coroutine, which does not run if it is cancelled before its first step.
         self._offers.pop(request, None)
         super()._end(request, rows, call)
 
     def cancel(self, request: str) -> None:
-        """Have a request end, and be refused to who asks for it; `poll` tells of one that was under way."""
+        """Cancel a request and refuse it to readers that ask for it; `poll` names the request if it was open."""
         super().cancel(request)
         self._bridge.submit(_refuse(self._inner, request))
 
     def queued(self, requests: Sequence[str]) -> None:
-        """Say which requests wait in the program's queue, as `Producer.queued`."""
+        """Record which requests wait in the program's queue, as `Producer.queued` does."""
         self._bridge.submit(_queued(self._inner, requests))
 
     def computed(
         self, request: str, layer: int, tokens: int | None = None, *, rows: Rows | None = None, stream: Any = None
     ) -> None:
-        """Take note that a layer is computed up to a token, all by default; rows: the request's pages, where it has
-        more by now; stream: as of `Offer.computed`. Does nothing for a request that has ended. Raises UsageError for a
-        layer that this rank has not.
+        """Record that a layer is computed up to a token, by default to the last. rows: the request's pages, if it has
+        more by now; stream: as in `Offer.computed`. A request that has ended is ignored. Raises UsageError for a layer
+        that this rank does not have.
         """
         if layer not in self._inner.spec.layers:
             raise aiote.UsageError(f"layer {layer} is none of this rank's: {self._inner.spec.layers}")

@@ -1,18 +1,19 @@
-"""The decode side: a rank's cache, and requests whose caches are moved into it.
+"""The decode side: own a rank's registered cache, and receive requests into its pages.
 
-A request has its pages from the program, and gives them back when its block is left: nothing is written to them then.
+A request borrows its pages from the program and returns them when its block is left: all writes to them are over then.
 
-| it ends because               | who may still write        | which is over when                                      |
-|-------------------------------|----------------------------|---------------------------------------------------------|
-| all has arrived               | nobody                     | -                                                       |
-| it is left before, or failed  | prefill ranks that push    | each has ended its stream, or is disconnected           |
-| the same, and this rank reads | this rank's NIC            | its reads are drained                                   |
+| the request ends because            | possible writers           | their writes are over when                        |
+|-------------------------------------|----------------------------|---------------------------------------------------|
+| all has arrived                     | -                          | -                                                 |
+| it is left earlier, or fails        | prefill ranks that push    | each has ended its stream, or is disconnected     |
+| the same, but this rank reads       | this rank's NIC            | its reads are drained                             |
 
-All has arrived when all counts are there and, where several ranks write, each of them has ended its stream well: the
-counts are one row for all, so one that counts too often could stand for another.
+All has arrived when all counts are complete and, if several ranks write, each of them has ended its stream without an
+error. The counts alone do not suffice then: all ranks count in one row, so extra counts of one rank could hide missing
+ones of another.
 
-Until the writing is over its pages are in *quarantine*. A rank that does not confirm within `confirm_timeout`, or has
-not for so many pages together, is disconnected, and the other requests to it fail.
+Until the writes are over the pages are in *quarantine*. A rank that does not confirm its stop within `confirm_timeout`,
+or leaves more than `quarantine_pages` pages unconfirmed, is disconnected; its other requests fail, too.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ __all__ = ["Consumer", "Reception"]
 
 
 class Reception:
-    """A request's cache on its way into pages of this rank. Made by `Consumer.receive`.
+    """A request whose cache moves into pages of this rank. `Consumer.receive` makes it.
 
-    `layers` counts those that have arrived, in the order of their numbers; `failed` says why no more come.
+    `layers` is the number of layers that have arrived, in the order of their numbers; `failed` says why no more come.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Reception:
         self._consumer = consumer
         self._links = links
         self._open: set[Link] = set()
-        # Ranks whose word is needed beside the counts.
+        # Ranks that must confirm their end in addition to the counts.
         self._unconfirmed: set[Link] = set()
         self._streams: dict[Link, service.Stream] = {}
         self._block: Block | None = None
@@ -68,11 +69,13 @@ class Reception:
         self._moved_at, self._seen = anyio.current_time(), 0
 
     def heard(self) -> None:
-        """Take note that a rank says that it waits in a queue that moves, or is computed."""
+        """Record that the request is not stuck: layers came, or a rank says that it waits in a moving queue or is
+        computed.
+        """
         self._moved_at = anyio.current_time()
 
     def look(self, stall_timeout: float) -> None:
-        """Fail it where nothing of it has moved for so long."""
+        """Record new layers; fail the request if it has been stuck for `stall_timeout` seconds."""
         arrived = self._block.row.progress[0] if self._block is not None and not self.failed else self.layers
         arrived += sum(batch.landed for batch in self._batches)
         if arrived != self._seen:
@@ -83,23 +86,24 @@ class Reception:
 
     @property
     def pages(self) -> int:
-        """How many pages it has."""
+        """The number of pages of the request."""
         return sum(len(row.pages) for row in self.rows.values())
 
     @property
     def complete(self) -> bool:
-        """Whether all has arrived."""
+        """Whether all has arrived and, if needed, is confirmed."""
         if self.failed or self._unconfirmed:
             return False
         if self._block is not None and not self._consumer.engine.closed:
-            # A row that was closed with its engine waits for nothing more, whatever has come.
+            # Only while the engine is open: a row that was closed with it has no pending waits and looks complete.
             return self._block.row.progress[0] == len(self._consumer.layers)
         return self.layers == len(self._consumer.layers)
 
     async def arrived(self, layers: int | None = None) -> None:
-        """Wait until the first so many layers of the cache have arrived, or all. Raises TransferRefused.
+        """Wait until the first `layers` layers of the cache have arrived, by default all. Raises TransferRefused.
 
-        Fewer than all go by the counts of the prefill ranks; all, by what each of them says at its end, too.
+        For fewer than all layers the counts of the prefill ranks decide. For all layers the ranks' streams must also
+        have ended without an error, if several ranks write.
         """
         most = len(self._consumer.layers)
         wanted = most if layers is None else layers
@@ -115,7 +119,7 @@ class Reception:
                 self.fail("the engine is closed")
 
     def fail(self, reason: str) -> None:
-        """End it, for the first reason that there is. Idempotent."""
+        """End the request with a reason, unless it has failed or is complete; the first reason stays. Idempotent."""
         if not (self.failed or self.complete):
             self.failed = reason
             self._reading.cancel()
@@ -125,10 +129,10 @@ class Reception:
                 stream.close()
             self._bell.ring()
 
-    # Pushed by prefill ranks.
+    # Push: the prefill ranks write.
 
     async def ask(self) -> None:
-        """Ask all ranks to write; the answers are counts."""
+        """Ask all ranks to write; they answer with counts on the request's immediates."""
         counts, writers = dict.fromkeys(self._consumer.layers, 0), set[Link]()
         for link in self._links:
             theirs = link.map.counts(self.rows, self.tokens)
@@ -144,30 +148,30 @@ class Reception:
             fetch = Fetch(link.session, self.request, self.tokens, block.first, rows)
             stream = cast("service.Stream", link.client.push(fetch))
             link.readers.add(self)
-            # From the request on its way until its end there, the rank may write.
+            # The rank may write from the moment the call is sent until the call has ended there.
             self._open.add(link)
             self._streams[link] = stream
             try:
                 await stream.listen(_ignore, partial(self._ended, link))
             except BaseException as error:
-                # Nothing was sent.
+                # The call was not sent, so the rank does not write.
                 self.over(link, f"{link.map.source.name}: {error}")
                 if not isinstance(error, service.CallError):
                     raise
                 return
 
     def _ended(self, link: Link, error: Exception | None) -> None:
-        """Take note that the call of a rank has ended there, or that it is lost."""
+        """Record that the call to a rank has ended, or that the rank is lost."""
         if isinstance(error, service.CallLostError):
             link.end(str(error))
         if isinstance(error, NoSessionError):
             link.forgotten = True
         self.over(link, f"{link.map.source.name}: {error}" if error is not None else "")
 
-    # Read by this rank.
+    # Pull: this rank reads.
 
     async def read(self) -> None:
-        """Read from all ranks, one after the other's answer; all layers arrive together when it is done."""
+        """Read from all ranks concurrently, each after its answer; all layers arrive together at the end."""
         try:
             with self._reading:
                 async with anyio.create_task_group() as group:
@@ -176,7 +180,7 @@ class Reception:
             if not self.failed:
                 self.layers = len(self._consumer.layers)
         except* Exception as errors:
-            # Whatever it is: what one prefill rank says ends this request, not the consumer.
+            # Any error: the answer of a prefill rank may end this request, but not the consumer.
             self.fail(str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
             self._read_over.set()
@@ -228,7 +232,7 @@ class Reception:
     # Its end.
 
     def over(self, link: Link, failure: str = "") -> None:
-        """Take note that a rank writes nothing for it any more."""
+        """Record that a rank has stopped writing for this request, and why if that is a failure."""
         if failure:
             self.fail(failure)
         self._open.discard(link)
@@ -236,7 +240,7 @@ class Reception:
         self._bell.ring()
 
     async def leave(self) -> None:
-        """Return when nothing is written for it any more."""
+        """End the request, wait until all writes for it are over, and free its immediates."""
         self.fail("it was left")
         if self._reads:
             await self._read_over.wait()
@@ -250,7 +254,7 @@ class Reception:
             self._block = None
 
     async def _confirmed(self) -> None:
-        """Return when each rank that was asked has ended its stream, or can write no more."""
+        """Wait until each rank that was asked has ended its stream or is disconnected."""
         for link in tuple(self._open):
             link.quarantine[self] = self.pages
             if sum(link.quarantine.values()) > self._consumer.quarantine_pages:
@@ -267,17 +271,18 @@ class Reception:
 
 
 def _ignore(_: object) -> None:
-    """Nothing is expected before the end."""
+    """Ignore an item of a push stream, which should have none before its end."""
 
 
 class Consumer:
     """One decode rank's cache on one engine; `async with Consumer(engine, cache) as consumer:`.
 
-    `turn` differs among ranks of a group that want the same, so that they spread over the prefill ranks that have it.
-    A rank that has not confirmed within `confirm_timeout` that it has stopped, or for more than `quarantine_pages`, is
-    disconnected. A request fails when for `stall_timeout` none of its layers has come and no rank has said that it
-    waits in a queue that moves (`Producer.queued`), or is computed; without the limit it waits while its ranks live.
-    The cache's memories stay registered until the block is left. An engine may have several consumers.
+    `turn` should differ among the ranks of a group that want the same heads, so that they spread over the prefill ranks
+    that have these. A prefill rank that does not confirm its stop within `confirm_timeout`, or leaves more than
+    `quarantine_pages` pages unconfirmed, is disconnected. A request fails if for `stall_timeout` no layer of it has
+    arrived and no rank has said that it waits in a moving queue (`Producer.queued`) or is computed; by default it waits
+    as long as its ranks live. The cache's memories stay registered until the block is left. An engine may have several
+    consumers.
     """
 
     def __init__(
@@ -327,16 +332,17 @@ class Consumer:
                 reception.look(self._stall_timeout)
 
     async def connect(self, producers: Sequence[Place], *, reads: bool = False) -> None:
-        """Make the handshake with a group of prefill ranks, which else the first request makes.
+        """Make the handshake with a group of prefill ranks now; otherwise the first request makes it.
 
-        Raises MappingError, which names both sides, where their caches do not fit; CallError, PeerError.
+        Raises MappingError, which names both sides, if their caches do not fit; TransferRefused, CallError, PeerError.
         """
         await self._links.group(producers, reads=reads)
 
     async def renew(self, producer: Place, requests: Sequence[str]) -> None:
-        """Have a prefill rank keep requests that wait here for pages, for another `match_timeout` of its own.
+        """Make a prefill rank keep requests that wait here for pages, for another `match_timeout` of that rank.
 
-        It does so until its `renewal_limit`; one that it has no more is none to it. Raises PeerError, CallError.
+        The rank keeps a request until its `renewal_limit` at most, and ignores requests that it does not offer. Raises
+        PeerError, CallError.
         """
         await self._links.renew(producer, requests)
 
@@ -344,13 +350,13 @@ class Consumer:
     async def receive(
         self, producers: Sequence[Place], request: str, *, tokens: int, rows: Rows, reads: bool = False
     ) -> AsyncIterator[Reception]:
-        """Have a request's cache moved into pages: `async with consumer.receive(...) as reception`.
+        """Move a request's cache into pages of this rank: `async with consumer.receive(...) as reception`.
 
-        producers: all ranks of the prefill group, in any order that stays. tokens: how many. rows: for each group the
-        pages, in any order; the first of a row is the request's page `start`, so that what is here already is left out;
-        of a group without a row nothing is moved. reads: this rank reads, when all is computed; else the prefill ranks
-        write layer by layer. The pages are the program's again when the block is left: nothing is written to them any
-        more. Raises as `connect`, and UsageError for a row that ends before the last token.
+        producers: all ranks of the prefill group, always in the same order. tokens: the number of tokens. rows: the
+        target pages of each group, in any order; the first page of a row is the request's page `start`, so that pages
+        that are here already are left out; a group without a row is not moved. reads: this rank reads once all layers
+        are computed; otherwise the prefill ranks write layer by layer. When the block is left, all writes are over and
+        the program owns the pages again. Raises as `connect`, and UsageError for a row that ends before the last token.
         """
         tokens = token_count(tokens)
         check_target(self.spec, rows, tokens)

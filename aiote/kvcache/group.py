@@ -1,17 +1,18 @@
-"""One leader for the ranks of a tensor-parallel group that run in processes of their own.
+"""Lead the ranks of a tensor-parallel group that run in separate processes.
 
-The leader, rank 0 or the program's scheduler, has a request received by all ranks, and alone decides: the ranks neither
-retry nor know of each other. Each serves a `Worker`, which does what it is told.
+The leader (rank 0 or the program's scheduler) makes all ranks receive a request, and decides alone: the ranks do not
+retry and do not know each other. Each rank serves a `Worker`, which follows the leader's calls.
 
-| what happens                                  | what becomes of the request                                       |
+| event                                         | effect on the request                                             |
 |-----------------------------------------------|-------------------------------------------------------------------|
 | all ranks have everything                     | `Group.receive` returns                                           |
-| a rank fails, refuses, or is lost             | it ends on the others, and then raises the first error            |
-| the leader cancels                            | it ends on all                                                    |
-| the leader is lost                            | its calls are cancelled, so it ends on all                        |
+| a rank fails, refuses, or is lost             | it ends on the other ranks; then `receive` raises the first error |
+| the leader cancels                            | it ends on all ranks                                              |
+| the leader is lost                            | its calls are cancelled, so it ends on all ranks                  |
 
-However it ends, `Group.receive` is left when no rank's pages are written to for it any more: a rank's stream ends only
-when its `Consumer.receive` has been left; a rank that is lost has nobody else to say so.
+In each case `Group.receive` ends only when the prefill ranks have stopped writing to the pages of every rank, because
+the stream of a rank ends only when its `Consumer.receive` has been left. A lost rank's stream ends without this
+confirmation.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Receive(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Worker(service.Service):
-    """What a rank of a decode group serves to its leader: `service.serve(engine, Worker(consumer, leaders=[address]))`.
+    """The service of a decode rank for its leader: `service.serve(engine, Worker(consumer, leaders=[address]))`.
 
-    `leaders` are the engines that may have it receive: their addresses, a predicate of the peer, or "first", the first
-    that calls, as long as it is connected. Raises UsageError for an engine with a cluster key without leaders.
+    `leaders` are the engines that may make this rank receive: their addresses, a predicate of the peer, or "first": the
+    first caller, as long as it is connected. Raises UsageError for an engine with a cluster key and no leaders.
     """
 
     name = "kvcache.Worker"
@@ -61,7 +62,7 @@ class Worker(service.Service):
 
     @service.method(raises=[aiote.UsageError, MappingError, TransferRefused])
     async def receive(self, order: Receive) -> AsyncIterator[None]:
-        """Receive a request; the stream ends when all has arrived, or when nothing is written for it any more."""
+        """Receive a request; the stream ends when all has arrived, or after a failure when all writes are over."""
         self._leaders.require()
         try:
             async with self._consumer.receive(
@@ -74,7 +75,7 @@ class Worker(service.Service):
 
 
 class Group:
-    """The ranks of a decode group, by their addresses, as their leader has them. Its engine may be a rank's own."""
+    """The leader's view of a decode group: the addresses of its ranks. The leader may use the engine of a rank."""
 
     def __init__(self, engine: aiote.Engine, ranks: Sequence[Place]) -> None:
         self._engine = engine
@@ -83,10 +84,10 @@ class Group:
     async def receive(
         self, producers: Sequence[Place], request: str, *, tokens: int, rows: Sequence[Rows] | Rows, reads: bool = False
     ) -> None:
-        """Have a request received by all ranks, as `Consumer.receive` does; rows: of each rank, or the same of all.
+        """Make all ranks receive a request as `Consumer.receive` does; rows: one dict for each rank, or one for all.
 
-        Raises what the first rank that failed has failed with, when it has ended on all: TransferRefused, MappingError,
-        CallError, PeerError, UsageError. A second try takes another name. Cancelling ends it on all ranks first.
+        Raises the first rank's error once the request has ended on all ranks: TransferRefused, MappingError, CallError,
+        PeerError, UsageError. A retry needs another name. Cancelling first ends the request on all ranks.
         """
         tokens = token_count(tokens)
         each = [rows] * len(self._ranks) if isinstance(rows, dict) else list(rows)
@@ -116,5 +117,5 @@ class Group:
             async for _ in stream:
                 pass
         finally:
-            # To close it is to cancel, and returns when the rank has left the request.
+            # Closing the stream cancels the call; `aclose` returns when the rank has left the request.
             await to_the_end(stream.aclose)

@@ -1,4 +1,4 @@
-"""Immediates of requests: blocks in a row, counted together."""
+"""Own the immediates of a decode rank's requests: one block per request, counted together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Block", "Immediates"]
 
 
 class Immediates:
-    """The blocks of immediates that requests have now; the engine grants them."""
+    """The blocks of immediates that requests hold now; the engine grants them."""
 
     def __init__(self, engine: aiote.Engine) -> None:
         self._engine = engine
@@ -22,7 +22,7 @@ class Immediates:
         return len(self._used)
 
     def open(self, needs: Sequence[int], sources: Sequence[aiote.Peer]) -> Block:
-        """Take a block, and wait for so many counts of each, by these peers alone.
+        """Reserve a block and begin to count on it: `needs[i]` counts on the i-th immediate, by these peers alone.
 
         Raises UsageError at the engine's limits, ClosedError.
         """
@@ -38,7 +38,7 @@ class Immediates:
 
 @dataclass(slots=True)
 class Block:
-    """The immediates of one attempt, one for each layer."""
+    """The immediates of one request, one for each layer."""
 
     engine: aiote.Engine
     granted: aiote.ImmediateBlock
@@ -51,10 +51,10 @@ class Block:
         return self.granted.first
 
     def close(self, *, complete: bool) -> None:
-        """Free the immediates, and what has come on them since the row was closed, where it was not `complete`."""
+        """Free the immediates; unless `complete`, also drop the counts that came after the row was closed."""
         self.row.close()
         if not complete:
-            # Else each stays in use until its value is granted again. An engine that is closed has none.
+            # A leftover count keeps its immediate in use until the value is granted again. A closed engine has none.
             with suppress(aiote.AioteError):
                 self.engine.counters(self.first, [0] * len(self.granted)).close()
         self.granted.close()

@@ -1,12 +1,12 @@
-"""What goes where between two caches: pure arithmetic on what both sides say of theirs.
+"""Compute which bytes move where between two caches: pure arithmetic on the specs of both sides.
 
 Before the first request a decode rank divides its cache among the prefill ranks that have it (`assign`). Each part and
-the cache of its prefill rank make a `CacheMap`, which both sides compute: the moves of each layer. A request adds page
-tables: each move is then one batched page write, from and to `Pattern.offsets`. `CacheMap.counts` says how many pieces
-a layer has, which the decode rank counts.
+the cache of its prefill rank make a `CacheMap` (the moves of each layer), which both sides compute. A request adds page
+tables; each move then becomes one batched page write, from and to `Pattern.offsets`. `CacheMap.counts` returns the
+number of pieces of each layer, on which the decode rank waits.
 
-A group's pages may hold more tokens on one side than on the other, by a whole multiple. Both are then taken for rows of
-*units*, as many tokens as a page of the smaller side has. An opaque page is a unit.
+A group's pages may hold more tokens on one side than on the other, by a whole multiple. Both sides are then treated as
+rows of *units*; a unit has as many tokens as a page of the smaller side. An opaque page is one unit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Offsets: TypeAlias = NDArray[np.int64]
 
 
 class MappingError(UsageError):
-    """Two caches cannot be mapped onto each other, or a request's pages not onto each other's; the text names both."""
+    """Two caches, or the pages of a request on both sides, cannot be mapped onto each other; the text names both."""
 
 
 class PageRow:
-    """Pages of one group in the order of their tokens. The first one is at place `start`: of `start` pages before it
-    nothing is moved, for a decode rank has them already, or a window has gone past them.
+    """Page numbers of one group in the order of their tokens. The first is page `start` of the request; the `start`
+    pages before it are not moved, because the decode rank has them already or a sliding window has passed them.
 
-    The numbers are copied only where they are no array of 64 bits. Raises UsageError for what is no row of integers.
+    The numbers are copied unless they are an array of 64-bit integers. Raises UsageError for anything but a row of
+    integers.
     """
 
     __slots__ = ("pages", "start")
@@ -55,12 +56,12 @@ class PageRow:
 
 
 MOST_PIECES = 1 << 22
-"""Of a layer of a request, of 16 bytes each while they are on their way."""
+"""The most pieces of a layer of a request. Each piece takes 16 bytes of offsets while it is in flight."""
 NO_PAGES = PageRow(np.empty(0, np.int64))
 
 
 class Grid(NamedTuple):
-    """How units lie in the pages of one side: so many in a page, and the strides in bytes."""
+    """The layout of units in the pages of one side: the number of units in a page, and the strides in bytes."""
 
     units: int
     page_stride: int
@@ -68,7 +69,7 @@ class Grid(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A loop over pieces of a unit."""
+    """A loop over pieces of a unit: the number of steps, and the stride in bytes on either side."""
 
     times: int
     source: int
@@ -76,7 +77,7 @@ class Axis(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """How a unit moves: pieces of `nbytes`, along axes. What moves alike shares the offsets of a request."""
+    """How a unit moves: pieces of `nbytes` bytes, along axes. Moves with the same pattern share a request's offsets."""
 
     group: int
     nbytes: int
@@ -85,7 +86,7 @@ class Pattern(NamedTuple):
     target: Grid
 
     def offsets(self, source: PageRow, target: PageRow, span: range) -> tuple[Offsets, Offsets]:
-        """Return where the pieces of units lie on either side, from the beginning of page 0."""
+        """Return the byte offsets of the pieces of the units `span` on either side, from the beginning of page 0."""
         units = np.arange(span.start, span.stop, dtype=np.int64)
         found = []
         for side, (row, grid) in enumerate(((source, self.source), (target, self.target))):
@@ -99,7 +100,7 @@ class Pattern(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What moves together in a layer, and where page 0 of either side begins."""
+    """Pieces of a layer that move in one batch: their pattern, and where page 0 begins on either side."""
 
     source_memory: int
     source_offset: int
@@ -109,10 +110,11 @@ class Move(NamedTuple):
 
 
 def assign(sources: Sequence[CacheSpec], target: CacheSpec, turn: int = 0) -> list[CacheSpec]:
-    """Divide a cache among the ranks that have what belongs there; a part for each, some of them empty.
+    """Divide the target cache among the source ranks; return one part for each rank, some of them empty.
 
-    Each head of each field and layer is of one part. Where several ranks have it, `turn` and the layer choose, so that
-    ranks of a decode group with different turns spread over them. Raises MappingError for what no rank has.
+    Each head of each field and layer belongs to exactly one part. If several ranks have it, `turn` and the layer select
+    one, so that ranks of a decode group with different turns spread over them. Raises MappingError for a head that no
+    rank has.
     """
     holders: dict[tuple[int, int, str], list[tuple[int, CacheTensor]]] = {}
     for number, source in enumerate(sources):
@@ -142,7 +144,7 @@ def assign(sources: Sequence[CacheSpec], target: CacheSpec, turn: int = 0) -> li
 
 @dataclass
 class CacheMap:
-    """How one rank's cache moves into a part of another's. Raises MappingError where it cannot; see `assign`.
+    """How one rank's cache moves into a part of another rank's; see `assign`. Raises MappingError if it cannot.
 
     Every item of every head and token of the part is written once, from the same item of the source.
     """
@@ -153,7 +155,7 @@ class CacheMap:
     layers: list[int] = field(init=False)
     units: dict[int, tuple[int, int, int]] = field(init=False, default_factory=dict)
     pieces: dict[int, tuple[tuple[int, int], ...]] = field(init=False)
-    """Of each layer: the group of each move, and how many pieces a unit of it is."""
+    """For each layer: the group of each of its moves, and the number of pieces of a unit."""
 
     def __post_init__(self) -> None:
         self.layers = self.part.layers
@@ -181,7 +183,7 @@ class CacheMap:
         }
 
     def _require_alike(self, source: CacheTensor, target: CacheTensor) -> None:
-        """Raise MappingError where items, types or pages do not fit."""
+        """Record the unit of the target's group. Raises MappingError if items, types or pages do not fit."""
         same = (source.dtype, source.item_bytes) == (target.dtype, target.item_bytes)
         small, large = sorted((source.tokens, target.tokens))
         if not same or (small == 0 < large) or (small and large % small):
@@ -199,7 +201,7 @@ class CacheMap:
             )
 
     def _moves(self, pairs: list[tuple[CacheTensor, CacheTensor]]) -> Iterator[Move]:
-        """Yield the moves of fields that lie alike: one for all where they are in a row on both sides."""
+        """Yield the moves of fields with the same layout: one for all if they are evenly spaced on both sides."""
         pairs.sort(key=lambda pair: pair[1].offset)
         steps = {(b[0].offset - a[0].offset, b[1].offset - a[1].offset) for a, b in itertools.pairwise(pairs)}
         step = steps.pop() if len(steps) == 1 else (0, 0)
@@ -223,13 +225,13 @@ class CacheMap:
         return range(first, stop if unit == 0 else min(stop, max(first, -(-tokens // unit))))
 
     def spans(self, targets: dict[int, PageRow], tokens: int) -> dict[int, range]:
-        """Return the units of each group that a request of so many tokens has moved into these pages."""
+        """Return the units of each group that are moved into these pages for a request of `tokens` tokens."""
         return {group: self._span(group, targets.get(group, NO_PAGES), tokens) for group in self.units}
 
     def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
-        """Return how many pieces each layer of a request has. Raises MappingError for too many to be moved."""
+        """Return the number of pieces of each layer of a request. Raises MappingError if a layer has too many."""
         spans = self.spans(targets, tokens)
-        # Most layers are alike.
+        # Compute each distinct layout once, because most layers are alike.
         known = {pieces: sum(len(spans[group]) * times for group, times in pieces) for pieces in self.pieces.values()}
         counts = [known[pieces] for pieces in self.pieces.values()]
         if max(counts, default=0) > MOST_PIECES:
@@ -240,7 +242,7 @@ class CacheMap:
         return counts
 
     def check_source(self, sources: dict[int, PageRow], spans: dict[int, range]) -> None:
-        """Raise MappingError where the pages of a source do not hold these units of each group."""
+        """Raise MappingError if the pages of the source do not hold the units `spans` of each group."""
         for group, wanted in spans.items():
             in_page, row = self.units[group][1], sources.get(group)
             has = range(row.start * in_page, (row.start + len(row.pages)) * in_page) if row else range(0)
@@ -252,12 +254,12 @@ class CacheMap:
 
 
 def _grid(tensor: CacheTensor, unit: int) -> Grid:
-    """Return how units of so many tokens, 0 for opaque ones, lie in the pages of a tensor."""
+    """Return the layout of units of `unit` tokens (0 for opaque pages) in the pages of a tensor."""
     return Grid(tensor.tokens // unit if unit else 1, tensor.page_stride, unit * tensor.token_stride)
 
 
 def _geometry(tensor: CacheTensor) -> tuple[int, ...]:
-    """Return what tensors that lie alike have in common."""
+    """Return the properties that are equal for tensors with the same layout."""
     return (
         tensor.memory,
         tensor.page_stride,
@@ -271,7 +273,7 @@ def _geometry(tensor: CacheTensor) -> tuple[int, ...]:
 
 
 def _coalesced(nbytes: int, axes: list[Axis]) -> tuple[int, tuple[Axis, ...]]:
-    """Grow a piece by the axes along which pieces touch on both sides; return it and the other axes."""
+    """Grow a piece by the axes along which pieces touch on both sides; return its length and the other axes."""
     left = [axis for axis in axes if axis.times > 1]
     while touching := [axis for axis in left if axis.source == axis.target == nbytes]:
         nbytes *= touching[0].times

@@ -1,4 +1,4 @@
-"""The batched transfers of one request, made of a map and page tables, and waited for together."""
+"""Make the batched transfers of one request from a map and page tables, and track them together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = dict[int, PageRow]
 
 
 def check_rows(spec: CacheSpec, rows: Rows) -> None:
-    """Raise UsageError for pages that a cache has not."""
+    """Raise UsageError for page numbers that a cache does not have."""
     for group, row in rows.items():
         pages, numbers = spec.groups.get(group, 0), row.pages
         if len(numbers) and not 0 <= int(np.min(numbers)) <= int(np.max(numbers)) < pages:
@@ -30,12 +30,12 @@ def check_rows(spec: CacheSpec, rows: Rows) -> None:
 
 
 def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
-    """Raise UsageError for pages that so many tokens of a request cannot be moved into: ones that the cache has not, or
-    that come twice in a row, or too few. Of a group without a row nothing is moved; opaque pages have no tokens.
+    """Raise UsageError for rows that cannot receive `tokens` tokens: a page that the cache does not have, a page twice
+    in a row, or too few pages. Groups without a row are not moved; opaque pages have no tokens.
     """
     check_rows(spec, rows)
     for group, row in rows.items():
-        # More than there are come twice; no more than there are, are sorted.
+        # A row longer than the group must repeat a page; so only shorter rows are sorted by `np.unique`.
         if len(row.pages) > spec.groups.get(group, 0) or len(np.unique(row.pages)) < len(row.pages):
             raise aiote.UsageError(f"{spec.name}: a page comes twice in group {group}: {row.pages}")
         in_page = spec.page_tokens.get(group, 0)
@@ -48,7 +48,7 @@ def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
 
 
 def token_count(tokens: int) -> int:
-    """Return a number of tokens. Raises UsageError for what is none."""
+    """Return `tokens` as an integer. Raises UsageError unless it is an integer from 0 on."""
     try:
         count = operator.index(tokens)
     except TypeError:
@@ -59,8 +59,8 @@ def token_count(tokens: int) -> int:
 
 
 class PagedMoves:
-    """What goes where for one request, as the engine takes it. Either side's memories are regions of this engine, or
-    remote ones. Layers that move alike share their offsets.
+    """The page lists of one request in the form that the engine takes. The memories of a side are either regions of
+    this engine or remote regions. Layers that move alike share their offsets.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class PagedMoves:
         self._known: dict[tuple[Pattern, int, int, range], tuple[aiote.Pages, aiote.Pages]] = {}
 
     def replace_sources(self, rows: Rows) -> None:
-        """Take other pages of the source from here on."""
+        """Use other pages of the source from now on."""
         self._rows = rows, self._rows[1]
         self._known.clear()
 
     def layer(self, layer: int, spans: dict[int, range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
-        """Yield the pages of a layer on either side, of these units of each group. Raises UsageError."""
+        """Yield the source and target pages of a layer for the units `spans` of each group. Raises UsageError."""
         for move in self.map.moves[layer]:
             span = spans.get(move.pattern.group)
             if not span:
@@ -103,7 +103,7 @@ class PagedMoves:
 
 
 class Written(NamedTuple):
-    """Transfers that went well, their bytes, and for how many seconds at least one was under way."""
+    """The number of successful transfers, their bytes, and the seconds during which at least one was in flight."""
 
     transfers: int
     bytes: int
@@ -111,8 +111,8 @@ class Written(NamedTuple):
 
 
 class Traffic:
-    """Counts the transfers of all batches of a rank; those of a batch when none of it is under way. `now` tells the
-    time, outside of tasks as well.
+    """Count the transfers of all batches of a rank; a batch counts once none of its transfers is in flight. `now`
+    returns the time, also outside of tasks.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -122,13 +122,13 @@ class Traffic:
         self.written = Written(0, 0, 0.0)
 
     def begun(self) -> None:
-        """Take note that something is under way in a batch in which nothing was."""
+        """Record that an idle batch has a transfer in flight."""
         if not self._busy:
             self._since = self._now()
         self._busy += 1
 
     def ended(self, transfers: int, nbytes: int) -> None:
-        """Take note that nothing is under way in a batch any more, in which so much went well meanwhile."""
+        """Record that a batch is idle again, with its successful transfers and their bytes since `begun`."""
         self._busy -= 1
         took = 0.0 if self._busy else self._now() - self._since
         was = self.written
@@ -136,7 +136,7 @@ class Traffic:
 
 
 class Batch:
-    """A request's transfers toward one peer that are under way. `bell` rings when one has failed or all are over."""
+    """A request's transfers in flight toward one peer. `bell` rings when a transfer has failed or all are over."""
 
     def __init__(self, engine: aiote.Engine, peer: aiote.Peer, bell: Bell, traffic: Traffic | None = None) -> None:
         self._engine, self._peer = engine, peer
@@ -155,21 +155,21 @@ class Batch:
         self.bell.ring()
 
     def end(self) -> bool:
-        """Say whether nothing is under way, however it has ended; nothing more may be submitted then."""
+        """Return whether no transfer is in flight; if so, end the batch: the caller must not submit more."""
         if self._flight:
             return False
-        # Each knows the other: a cycle in each request would have the garbage collector come in every few.
+        # Break the reference cycle: one in each request would trigger the garbage collector every few requests.
         self._flight.changed = None
         return True
 
     @property
     def landed(self) -> int:
-        """How many transfers went well."""
+        """The number of successful transfers."""
         return self._flight.landed
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is under way. Raises what the first one has failed with."""
+        """Whether a transfer is in flight. Raises the error of the first one that failed."""
         while self._failed:
             error = self._failed.popleft().exception()
             if error is not None:
@@ -178,17 +178,17 @@ class Batch:
 
     @property
     def has_room(self) -> bool:
-        """Whether the peer has room for a transfer more, which else is waited for."""
+        """Whether the peer has room for another transfer; if not, the caller awaits `room`."""
         return self._peer.has_room
 
     async def room(self) -> None:
-        """Wait until it has. Raises PeerError."""
+        """Wait until the peer has room. Raises PeerError."""
         await self._engine.room(self._peer)
 
     def submit(self, start: Callable[..., aiote.Transfer], *arguments: Any, **more: Any) -> None:
-        """Start a transfer, for which there is room. Raises PeerError once the peer is lost."""
+        """Start a transfer; the caller has made sure of room. Raises PeerError once the peer is lost."""
         if self._peer.lost:
-            # Started, it would go over the next connection: the peer relies on it that nothing does.
+            # A transfer started now would use the next connection, and the peer relies on this not happening.
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
         transfer = start(*arguments, **more)
         if self._traffic is not None and not self._flight:
@@ -196,15 +196,15 @@ class Batch:
         transfer.join(self._flight)
 
     async def drain(self) -> None:
-        """Cancel what is under way and return when nothing is. Cancelling the wait loses nothing."""
+        """Cancel the transfers in flight and wait until all are over. Cancelling the wait loses none."""
         for transfer in self._flight:
             transfer.cancel()
         for transfer in self._flight:
-            # Cancelled, the wait drains within the engine's drain_timeout; a plain one takes what it takes.
+            # A cancelled wait drains within the engine's drain_timeout; a plain wait has no limit.
             with anyio.CancelScope() as draining:
                 draining.cancel()
                 try:
                     await transfer
                 except aiote.AioteError:
-                    continue  # the request has ended, for whatever reason
+                    continue  # the request has ended already; the reason does not matter here
         self.end()

@@ -1,15 +1,15 @@
-"""What a prefill rank offers: requests whose cache it computes, and who has it moved.
+"""Own the offers of a prefill rank (requests whose cache it computes), and move them to their readers.
 
-| state   | from                                 | left by                                                      |
-|---------|--------------------------------------|--------------------------------------------------------------|
-| open    | entering it                          | the end of as many readers as were announced                 |
-| stopped | the program, its error, or `expired` | the end of the readers it has: no write is under way then    |
-| over    | either                               | -                                                            |
+| state   | entered by                                  | left when                                             |
+|---------|---------------------------------------------|-------------------------------------------------------|
+| open    | entering the offer's block                  | as many readers have ended as were announced          |
+| stopped | the program, an error in it, or `expired`   | its present readers have ended; no write is in flight |
+| over    | either                                      | -                                                     |
 
-A reader is a decode rank that has asked for the request: one that is written to, or one that reads. Offer and reader
-meet by the request's name, whichever comes first, and either waits for the other for `match_timeout` seconds. A decode
-rank whose request still waits for pages renews that. Whatever readers do, an offer that is left ends within
-`renewal_limit`: no peer can keep pages for ever.
+A reader is a decode rank that has asked for the request: either this rank writes to it, or it reads. Offer and reader
+are matched by the request's name, whichever comes first; each waits for the other for `match_timeout` seconds. A decode
+rank whose request still waits for pages renews this wait. Once its block is left, an offer ends within `renewal_limit`
+(or `match_timeout`, if longer) whatever its readers do, so no peer can keep pages forever.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ REMEMBERED = 4096
 
 
 class Offer:
-    """A request's cache at this rank, `async with producer.offer(...) as offer`. Made by `Producer.offer`.
+    """A request's cache at this rank, `async with producer.offer(...) as offer`. `Producer.offer` makes it.
 
-    `rows` are the pages of each group, which the program may replace by longer ones as it takes more. They must stay
-    untouched until the block is left, which waits for the readers; an error or a cancellation in it stops them. Its
-    end says in `outcome` what became of it: "moved", "expired", why it was stopped, or the first of `failures`, which
-    are the readers'.
+    `rows` are the pages of each group; the program may replace them by longer rows as it allocates pages. The program
+    must not touch the pages until the block is left. Leaving the block waits for the readers; an error or a
+    cancellation in the block stops them. Afterwards `outcome` is "moved", "expired", the reason why the offer was
+    stopped, or the first of `failures`, the errors of the readers.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Offer:
         self._readers = readers or 0
         self._came = self._ended = 0
 
-    # What the program does.
+    # Called by the program.
 
     def computed(self, layer: int, tokens: int | None = None, *, stream: Any = None) -> None:
-        """Take note that a layer is computed up to a token, all by default; it is on its way when this returns.
+        """Record that a layer is computed up to a token, by default to the last; its writes start soon after.
 
-        Pages that are not full yet wait. In memory of a GPU it is written behind `stream`, which is as of
-        `Engine.write`; for who reads it (`reads=True`) its kernels have to be over. Raises UsageError for a layer that
-        this rank has not.
+        Pages that are not full yet wait. If the layer is in GPU memory, it is written after the work of `stream` (as in
+        `Engine.write`); for readers that pull (`reads=True`) its kernels must already be over. Raises UsageError for a
+        layer that this rank does not have.
         """
         if layer not in self.computed_to:
             raise aiote.UsageError(f"layer {layer} is none of this rank's: {sorted(self.computed_to)}")
@@ -80,15 +80,16 @@ class Offer:
         self.bell.ring()
 
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
-        """Take layers as `computed` as a watched value grows: `base` + n says that the first n are, to their last byte.
+        """Call `computed` for layers as a watched value grows: `base` + n means that the first n layers are complete.
 
-        Returns when all are. The value is as of `Engine.watch`: 1 to 8 bytes that a model bumps, perhaps from a GPU, by
-        one or more; it may run on beyond, for the next chunk, and may wrap around. Raises UsageError.
+        Return when all layers are computed. The value is as in `Engine.watch`: 1 to 8 bytes that a model increases,
+        perhaps from a GPU, by one or more after the last byte of a layer is written. It may grow further (with the next
+        chunk) and may wrap around. Raises UsageError.
         """
         changes = self._offers.engine.watch(value)
         layers, done = list(self.computed_to), 0
         try:
-            # Looked at after the watch began, so no bump is missed between the two.
+            # Read the value after the watch began, so that no increment between the two is missed.
             now = int.from_bytes(_bytes_of(value), sys.byteorder)
             while True:
                 for layer in layers[done : (reached := _ahead(now - base, value, len(layers)))]:
@@ -102,11 +103,11 @@ class Offer:
 
     @property
     def complete(self) -> bool:
-        """Whether all is computed."""
+        """Whether all layers are computed."""
         return min(self.computed_to.values(), default=0) >= self.tokens
 
     def stop(self, reason: str) -> None:
-        """Have it end: readers are told why. Idempotent."""
+        """End the offer and tell its readers the reason. Idempotent."""
         self.stopped = self.stopped or reason
         for push in self.pushes:
             push.room.cancel()
@@ -114,25 +115,25 @@ class Offer:
 
     @property
     def awaited(self) -> bool:
-        """Whether there are readers that have not ended, or that nobody knows the number of."""
+        """Whether some readers have not ended yet, or the number of readers is still unknown."""
         return self._ended < self._readers or not self._readers
 
     async def wait(self) -> None:
-        """Return when all readers have ended, or it was stopped. Where one does not come within `match_timeout`, or
-        reads for longer, it is "expired"; while one is written to it is not before `renewal_limit`.
+        """Wait until all readers have ended or the offer is stopped. Stop it as "expired" when no reader comes, ends or
+        renews within `match_timeout`; while this rank writes to a reader, only after `renewal_limit`.
         """
         offers = self._offers
         end = anyio.current_time() + max(offers.match_timeout, offers.renewal_limit)
         while self.awaited and not self.stopped:
             left = end - anyio.current_time()
-            # The end of a push rings.
+            # The bell also rings when a push ends.
             with anyio.move_on_after(left if self.pushes else min(offers.match_timeout, left)) as scope:
                 await self.bell.wait()
             if scope.cancelled_caught and (not self.pushes or anyio.current_time() >= end):
                 self.stop("expired")
 
     def renew(self) -> None:
-        """Have `match_timeout` begin anew."""
+        """Restart the wait of `match_timeout`."""
         self.bell.ring()
 
     async def __aenter__(self) -> Offer:
@@ -159,10 +160,12 @@ class Offer:
         while self.active:
             await self.bell.wait()
 
-    # What readers do.
+    # Called for readers.
 
     def join(self, reader: object, ranks: int) -> None:
-        """Take a reader in, one of so many of its group. Raises TransferRefused for one too many."""
+        """Admit a reader of a decode group of `ranks` ranks. Raises TransferRefused if all announced readers came, the
+        session moves the request already, or the offer is stopped.
+        """
         if reader in self.active:
             raise TransferRefused(f"request {self.request!r} is moved over this session already")
         self._readers = self._readers or ranks
@@ -173,7 +176,7 @@ class Offer:
         self.bell.ring()
 
     def leave(self, reader: object, failure: str) -> None:
-        """Take note that a reader has ended."""
+        """Record that a reader has ended, and why if it failed."""
         self.active.discard(reader)
         self._ended += 1
         if failure:
@@ -189,13 +192,15 @@ def _bytes_of(value: Any) -> memoryview:
 
 
 def _ahead(difference: int, value: Any, most: int) -> int:
-    """Return how many layers a difference stands for, as a signed number of the value's length."""
+    """Return the number of layers that a difference stands for, at most `most`. The difference is taken as a signed
+    integer of the value's length; a negative one stands for 0.
+    """
     span = 1 << 8 * _bytes_of(value).nbytes
     return 0 if difference % span >= span // 2 else min(difference % span, most)
 
 
 class Offers:
-    """The offers of a prefill rank by their names, and who waits for one."""
+    """The offers of a prefill rank by name, and the readers that wait for an offer."""
 
     def __init__(self, engine: aiote.Engine, match_timeout: float, renewal_limit: float) -> None:
         self.engine = engine
@@ -209,7 +214,7 @@ class Offers:
         return len(self._open)
 
     def enter(self, offer: Offer) -> None:
-        """Take an offer in. Raises UsageError for a name that another has."""
+        """Add an offer. Raises UsageError for a name that another offer has."""
         if offer.request in self._open:
             raise aiote.UsageError(f"request {offer.request!r} is offered already")
         self._over.pop(offer.request, None)
@@ -217,31 +222,31 @@ class Offers:
         self._bell.ring()
 
     def leave(self, offer: Offer) -> None:
-        """Take an offer out."""
+        """Remove an offer."""
         if self._open.get(offer.request) is offer:
             del self._open[offer.request]
             self.refuse(offer.request, f"request {offer.request!r} is over: {offer.stopped or 'it was moved'}")
 
     def refuse(self, request: str, reason: str) -> None:
-        """Remember for a while why a name is not offered: who asks for it need not wait. An offer of it ends that."""
+        """Remember for a while why a name is not offered, so that readers need not wait. A new offer overrides this."""
         self._over[request] = reason
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
         self._bell.ring()
 
     def queued(self, requests: Iterable[str]) -> None:
-        """Take note of all requests that wait in the program's queue."""
+        """Record all requests that wait in the program's queue."""
         self._queued = dict.fromkeys(requests, anyio.current_time())
         self._bell.ring()
 
     def renew(self, requests: Iterable[str]) -> None:
-        """Take note that requests are still wanted, where they are offered."""
+        """Restart `match_timeout` for those of the requests that are offered."""
         for request in requests:
             if request in self._open:
                 self._open[request].renew()
 
     async def match(self, request: str) -> Offer:
-        """Return the offer of a name, as soon as there is one. Raises TransferRefused."""
+        """Wait for the offer of a name and return it. Raises TransferRefused on refusal and after `match_timeout`."""
         since = anyio.current_time()
         while request not in self._open:
             if request in self._over:
@@ -254,7 +259,7 @@ class Offers:
         return self._open[request]
 
     def moving(self, request: str, seen: dict[str, int]) -> bool:
-        """Tell whether a request waits in a queue that moves, or is computed: more of it than was `seen`."""
+        """Return whether a request waits in a moving queue, or more of it is computed than `seen`; update `seen`."""
         offer = self._open.get(request)
         computed = sum(offer.computed_to.values()) if offer is not None else 0
         before, seen[request] = seen.get(request, 0), computed
@@ -262,13 +267,13 @@ class Offers:
         return computed > before or (since is not None and anyio.current_time() < since + self.match_timeout)
 
     def stop(self, reason: str) -> None:
-        """Stop all."""
+        """Stop all offers."""
         for offer in tuple(self._open.values()):
             offer.stop(reason)
 
 
 class Push:
-    """A reader that is written to: what of its pages is on its way, and what not yet."""
+    """A reader that this rank writes to: the units of its pages that were submitted, and those that are left."""
 
     def __init__(
         self, offer: Offer, moves: PagedMoves, batch: Batch, rows: Rows, tokens: int, immediates: dict[int, int]
@@ -276,7 +281,7 @@ class Push:
         self._offer, self._moves, self._batch = offer, moves, batch
         self._map: CacheMap = moves.map
         self._spans = self._map.spans(rows, tokens)
-        # A state is of all tokens of the offer, however few its reader asks for.
+        # An opaque page holds the state after all tokens of the offer, even if its reader asks for fewer.
         states = any(span and not self._map.units[group][0] for group, span in self._spans.items())
         self._tokens, self._immediates = offer.tokens if states else tokens, immediates
         self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
@@ -286,8 +291,8 @@ class Push:
         self.room = anyio.CancelScope()
 
     async def run(self, engine: aiote.Engine) -> None:
-        """Write what is computed as it is computed; return when all is written. Raises TransferRefused, and what a
-        write fails with. However it ends, no write is under way then.
+        """Write each layer as it is computed; return when all are written. Raises TransferRefused, and the error of a
+        failed write. However this ends, no write is in flight afterwards.
         """
         self._offer.pushes.add(self)
         try:
@@ -306,7 +311,7 @@ class Push:
                 await to_the_end(self._batch.drain)
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:
-        """Start writing what has become full of a layer since the last time."""
+        """Start to write the units of a layer that became full since the last call."""
         if layer not in self._left:
             return
         spans, sent = {}, self._sent[layer]
@@ -320,7 +325,7 @@ class Push:
             spans[group], sent[group] = range(sent[group], stop), stop
         replaced = self._offer.rows != self._checked[0]
         if replaced or spans != self._checked[1]:
-            # The program may replace them at any time, even while this waits for room.
+            # Copy the rows: the program may replace them at any time, even while this waits for room.
             rows = self._offer.rows.copy()
             check_rows(self._map.source, rows)
             self._map.check_source(rows, spans)
@@ -333,7 +338,7 @@ class Push:
         order = {} if stream is None else {"stream": stream}
         for source, target in self._moves.layer(layer, spans):
             if not self._batch.has_room:
-                # A peer that takes nothing does not hold up the end of the offer.
+                # `Offer.stop` cancels this wait, so that a peer that takes no writes cannot delay the offer's end.
                 with anyio.CancelScope() as self.room:
                     await self._batch.room()
                 if self._offer.stopped:

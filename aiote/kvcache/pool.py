@@ -1,13 +1,13 @@
-"""Which pages of a cache are whose, and who is next in line for them; for programs that have no pool of their own.
+"""Lend the pages of a cache to requests, in a fair order; for programs that do not have a page pool of their own.
 
-A *holding* is the pages of one request and a place for its tail. Those who want one stand in line, first come, first
-served: the head waits until there are enough pages for it, and nobody passes it. Who holds pages already and wants more
-stands before all of them, for it is what it holds that the others wait for.
+A *holding* is the pages of one request and a numbered place for its tail. Requests for a holding wait in a queue, first
+come, first served: the head waits until enough pages are free for it, and later requests do not overtake it. A request
+that already holds pages and wants more goes before all of them, because they wait for the pages that it holds.
 
-That alone could stand still: all who hold pages want more, and there are none. So who would be the last to wait is
-refused instead; what it holds then goes round.
+This rule alone could deadlock: every request that holds pages wants more, and no pages are free. Therefore the pool
+refuses the request that would be the last of them to wait; when that request ends, its pages become free for the rest.
 
-This module knows no engine and no request.
+This module must know neither engines nor requests.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Holding", "PagePool", "PagesExhausted"]
 
 
 class PagesExhausted(aiote.AioteError):
-    """There are no more pages, and all who hold some wait for more."""
+    """Too few pages are free, and all other requests that hold pages wait for more."""
 
 
 class Holding:
-    """The pages of one request, in the order of its tokens, and the number of its place. Made by `PagePool.take`."""
+    """The pages of one request, in the order of its tokens, and the number of its place. `PagePool.take` makes it."""
 
     __slots__ = ("over", "pages", "place", "wanting")
 
@@ -40,7 +40,7 @@ class Holding:
 
 
 class _Wish:
-    """One who waits: for a new holding, or for more pages of one."""
+    """A wait for a new holding, or for more pages of a holding."""
 
     __slots__ = ("count", "event", "granted", "holding")
 
@@ -51,13 +51,13 @@ class _Wish:
         self.event: anyio.Event | None = None
 
     def over(self) -> None:
-        """Wake who waits: it is granted, or void."""
+        """Wake the waiting task: the wish is granted, or void."""
         if self.event is not None:
             self.event.set()
 
 
 class PagePool:
-    """`pages` pages and `places` places; at most `line` wait for a holding."""
+    """A pool of `pages` pages and `places` places; at most `line` tasks wait for a holding."""
 
     def __init__(self, pages: int, places: int, line: int) -> None:
         self.pages = pages
@@ -71,22 +71,22 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages nobody holds."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def held(self) -> int:
-        """How many holdings there are."""
+        """The number of holdings."""
         return len(self._held)
 
     @property
     def waiting(self) -> int:
-        """How many wait for a holding."""
+        """The number of tasks that wait for a holding."""
         return len(self._line)
 
     @asynccontextmanager
     async def lend(self, count: int) -> AsyncIterator[Holding]:
-        """Lend so many pages until the block is left. Raises as `take`."""
+        """Lend `count` pages until the block is left. Raises as `take`."""
         holding = await self.take(count)
         try:
             yield holding
@@ -94,9 +94,9 @@ class PagePool:
             self.give(holding)
 
     async def take(self, count: int) -> Holding:
-        """Return a holding of so many pages, as soon as it is this one's turn. Cancelling the wait loses nothing.
+        """Wait in turn for a holding of `count` pages and return it. A cancelled wait loses no pages.
 
-        Raises UsageError for more pages than there are, QueueFull when too many wait already, ClosedError.
+        Raises UsageError for more pages than the pool has, QueueFull when too many tasks wait already, ClosedError.
         """
         self._require_open()
         if count > self.pages:
@@ -106,9 +106,10 @@ class PagePool:
         return await self._wait(self._line, _Wish(count, None))
 
     async def extend(self, holding: Holding, count: int) -> None:
-        """Add so many pages to a holding, before all who wait for a new one. Cancelling the wait loses nothing.
+        """Add `count` pages to a holding, before all waits for a new holding. A cancelled wait loses no pages.
 
-        Raises UsageError for more pages than there are, PagesExhausted where waiting would be for ever, ClosedError.
+        Raises UsageError for more pages than the pool has and for a holding that waits already, PagesExhausted if the
+        wait would never end, ClosedError.
         """
         self._require_open()
         if holding.over:
@@ -130,7 +131,7 @@ class PagePool:
             holding.wanting = False
 
     def give(self, holding: Holding) -> None:
-        """Take a holding back: nobody can write to its pages any more."""
+        """Take a holding back; the caller ensures that no write to its pages is possible any more."""
         del self._held[holding]
         holding.over = True
         for wish in [wish for wish in self._more if wish.holding is holding]:
@@ -157,12 +158,12 @@ class PagePool:
         self._serve()
         try:
             if wish.granted is None:
-                # It is set once: by what grants the wish, or by what makes it void. Where there are pages nobody waits.
+                # Set once, when the wish is granted or becomes void. A wish that is granted at once needs no event.
                 wish.event = anyio.Event()
                 await wish.event.wait()
         except BaseException:
             if wish.granted is not None and wish.holding is None:
-                self.give(wish.granted)  # granted in the moment of the cancellation
+                self.give(wish.granted)  # granted at the moment of the cancellation
             raise
         finally:
             if wish in line:

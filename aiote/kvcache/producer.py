@@ -1,4 +1,4 @@
-"""The prefill side: a rank's cache, the requests that its program offers, and the decode ranks that have them moved."""
+"""The prefill side: own a rank's registered cache, the offers of its program, and the sessions of decode ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["Producer"]
 
 MOST_SESSIONS = 16
-"""Of one peer: a decode rank has one for each cache, group and way of moving it;
-more are forgotten, the longest unused first."""
+"""The most sessions of one peer. A decode rank opens one for each cache, group and way of moving (push or pull);
+beyond that, the producer drops the session that was unused for the longest time."""
 
 
 @dataclass(eq=False)
 class Session:
-    """A decode rank's part of its cache, mapped, and its memories, where it does not read."""
+    """The map onto a decode rank's part, and the decode rank's memories if this rank writes (`targets`).
+
+    `asked` counts the open calls for each request; `told` says whether a `moving` stream is open.
+    """
 
     peer: aiote.Peer
     map: CacheMap
@@ -45,7 +48,7 @@ class Session:
 
     @contextmanager
     def asks(self, request: str) -> Iterator[None]:
-        """Keep a request's name while it is asked for."""
+        """Count a call for a request while the call is open."""
         self.asked[request] += 1
         try:
             yield
@@ -57,7 +60,7 @@ class Session:
 
 @dataclass(eq=False)
 class Pull:
-    """A reader that reads; `finished` once it says that it has."""
+    """A reader that pulls; it sets `finished` when it has read the pages."""
 
     session: Session
     offer: Offer
@@ -67,9 +70,9 @@ class Pull:
 class Producer:
     """One prefill rank's cache on one engine; `async with Producer(engine, cache) as producer:`.
 
-    Offers and readers wait for each other for `match_timeout` seconds; an offer whose reader renews that, for
-    `renewal_limit` seconds at most. Transfers only read from the cache's memories, which stay registered until the
-    block is left. An engine has one producer, beside other services.
+    Offers and readers wait for each other for `match_timeout` seconds. A reader may renew this wait, but an offer waits
+    for at most `renewal_limit` seconds. Transfers only read the cache's memories, which stay registered until the block
+    is left. An engine has at most one producer, in addition to other services.
     """
 
     def __init__(
@@ -85,40 +88,40 @@ class Producer:
         self._pulls: set[Pull] = set()
         self._stack = AsyncExitStack()
 
-    # What the program does with it.
+    # Called by the program.
 
     def offer(self, request: str, *, tokens: int, rows: Rows, readers: int | None = 1, computed: bool = False) -> Offer:
         """Offer a request's cache: `async with producer.offer(...) as offer`, and `offer.computed(layer)` in it.
 
-        rows: for each group its pages, from the request's first on, or from a later one where no reader wants those
-        before; they need not be all that it will have. tokens: how many it has. readers: how many ranks the decode
-        group has; None if its first one is to say. computed: whether all is computed already. Entering raises
-        UsageError for a name that is offered already.
+        rows: the request's pages of each group, from its first page on, or from a later one if no reader wants the
+        pages before; more pages may follow later. tokens: the number of tokens. readers: the number of ranks in the
+        decode group; with None the first reader announces it. computed: whether all layers are computed already.
+        Entering raises UsageError for a name that is already offered.
         """
         tokens = token_count(tokens)
         check_rows(self.spec, rows)
         return Offer(self._offers, request, tokens, rows, readers, dict.fromkeys(self.spec.layers, tokens * computed))
 
     def refuse(self, request: str, reason: str) -> None:
-        """Tell decode ranks that ask for a request, now or in a while, that it is not offered, and why."""
+        """Refuse a request, with the reason, to decode ranks that ask for it now or later."""
         self._offers.refuse(request, reason)
 
     def queued(self, requests: Iterable[str]) -> None:
-        """Say which requests wait in the program's queue: all of them, whenever the queue has moved.
+        """Record which requests wait in the program's queue; the program passes all of them whenever the queue moves.
 
-        Neither `match_timeout` nor a decode rank's `stall_timeout` counts the time for which a request is said to wait,
-        until `match_timeout` after it was last said.
+        Neither `match_timeout` nor a decode rank's `stall_timeout` runs while a request waits in the queue, until
+        `match_timeout` has passed since the program last named the request.
         """
         self._offers.queued(requests)
 
     @property
     def written(self) -> Written:
-        """What was written since the producer was entered; a request's part counts while none of it is under way."""
+        """The writes since the producer was entered; those of a request count once none of them is in flight."""
         return self._traffic.written
 
     @property
     def offers(self) -> int:
-        """How many requests are offered and not over."""
+        """The number of requests that are offered and not over."""
         return len(self._offers)
 
     # Its life.
@@ -136,24 +139,24 @@ class Producer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Stop what is offered; return when nothing is read from the memories any more."""
+        """Stop all offers; return when no transfer reads from the memories any more."""
         self._offers.stop("the producer was closed")
         return await self._stack.__aexit__(kind, error, trace)
 
-    # What decode ranks call.
+    # Called by decode ranks.
 
     def describe(self) -> CacheSpec:
-        """Return what the cache is."""
+        """Return the spec of the cache."""
         return self.spec
 
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened:
-        """Map the cache onto a part of a decode rank's."""
+        """Open a session: map the cache onto a part of a decode rank's cache. Raises MappingError, TransferRefused."""
         part.check()
         cache_map = CacheMap(self.spec, part)
         if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
             raise TransferRefused("an immediate is expected for each layer, and a descriptor for each memory")
         try:
-            # It may not send us to another's.
+            # `owner`: the peer must not direct the writes to another engine's memory.
             targets = [
                 self.engine.attach(descriptor, owner=peer, access="write", nbytes=nbytes) if descriptor else None
                 for descriptor, nbytes in zip(memories, part.memories, strict=False)
@@ -167,7 +170,7 @@ class Producer:
         return Opened(number, [] if memories else [region.descriptor for region in self._regions])
 
     def _forget(self, peer: aiote.Peer) -> None:
-        """Drop the sessions of lost peers, and the oldest one of a peer that opens too many."""
+        """Drop the sessions of lost peers, and the longest unused session of a peer that opens too many."""
         own = [number for number, session in self._sessions.items() if session.peer is peer]
         gone = [number for number, session in self._sessions.items() if session.peer.lost]
         for number in gone + own[: max(0, len(own) + 1 - MOST_SESSIONS)]:
@@ -177,7 +180,7 @@ class Producer:
         session = self._sessions.get(number)
         if session is None or session.peer is not peer:
             raise NoSessionError(f"there is no session {number}")
-        # The oldest are forgotten first: those that nobody has used for the longest time.
+        # Move it to the end: `_forget` drops the sessions that were unused for the longest time.
         self._sessions[number] = self._sessions.pop(number)
         return session
 
@@ -200,7 +203,7 @@ class Producer:
             offer.leave(session, failure)
 
     def _reader(self, session: Session, offer: Offer, fetch: Fetch) -> Push:
-        """Return what writes for a decode rank. Raises UsageError for what does not fit."""
+        """Return the `Push` that writes for a decode rank. Raises UsageError or TransferRefused if it does not fit."""
         rows = rows_of(fetch.rows)
         check_target(session.map.part, rows, fetch.tokens)
         session.map.counts(rows, fetch.tokens)
@@ -215,7 +218,7 @@ class Producer:
         return Push(offer, moves, batch, rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
-        """Keep a request's pages from when they are computed until they are read."""
+        """Keep a request's pages from the time they are computed until the decode rank has read them."""
         own = self._session(peer, session)
         with own.asks(request):
             offer = await self._offers.match(request)
@@ -241,7 +244,7 @@ class Producer:
             offer.leave(session, "" if reader.finished else offer.stopped or "it was cancelled")
 
     async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
-        """Tell every so many seconds which requests of a session wait in a queue that moves, or are computed."""
+        """Yield every `interval` seconds the requests of a session that wait in a moving queue or are computed."""
         own, seen = self._session(peer, session), dict[str, int]()
         if own.told:
             raise TransferRefused(f"session {session} is told already")
@@ -256,15 +259,15 @@ class Producer:
             own.told = False
 
     def renew(self, requests: list[str]) -> None:
-        """Keep requests that decode ranks still want."""
+        """Keep the offers of requests that decode ranks still want; `match_timeout` begins anew for them."""
         self._offers.renew(requests)
 
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool:
-        """Take note that a request was read, if it is still kept."""
+        """Record that a decode rank has read a request, if its pages are still kept; return whether they are."""
         own = self._sessions.get(session)
         for reader in self._pulls:
             if reader.session is own and own.peer is peer and reader.offer.request == request:
-                # An offer's pages are not free before its readers have left, stopped or not.
+                # Even a stopped offer keeps its pages until its readers have left.
                 reader.finished = True
                 reader.offer.bell.ring()
                 return True

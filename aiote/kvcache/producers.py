@@ -1,12 +1,12 @@
-"""What a decode rank knows of prefill ranks: the session with each of a group.
+"""Own a decode rank's links: its sessions with the prefill ranks of each group.
 
-Memory is registered once, and every prefill rank gets the same descriptor. What keeps late writes out is the
-connection: when `Peer.disconnect` returns, no byte of that peer's moves any more, on any rail (docs/cancellation.md),
-and a session, which is the connection's, writes nothing over the next one.
+Memory is registered once, and every prefill rank gets the same descriptor. The connection keeps late writes out: when
+`Peer.disconnect` returns, no byte of that peer moves any more, on any rail (docs/cancellation.md). A session belongs to
+its connection and does not write over the next one.
 
-A *link* begins with the handshake and is kept while all goes well. It ends when its peer is lost, and when what that
-has not confirmed to have stopped, the *quarantine*, is too large or too old: then it is disconnected. All requests over
-it fail.
+A *link* begins with the handshake and is kept while its peer behaves. It ends when the peer is lost. The decode rank
+also ends it, by disconnecting the peer, when the *quarantine* (the pages whose writes the peer has not confirmed to
+have stopped) is too large or too old. All requests over the link then fail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Place = aiote.Address | aiote.Peer | str
 
 
 class Reader(Protocol):
-    """Who relies on a link, and hears once that nothing is written over it any more, and why if that is a failure."""
+    """A request that relies on a link. `over` is called once the peer has stopped writing, with the failure, if any."""
 
     @property
     def request(self) -> str: ...
@@ -42,9 +42,9 @@ class Reader(Protocol):
 
 
 class Link:
-    """A session with one prefill rank. `memories` are its own, where this rank reads. `quarantine`: requests with so
-    many pages each that it has not confirmed to have left alone. `forgotten`: the rank has said that it has no such
-    session any more.
+    """A session with one prefill rank. `memories`: the prefill rank's, if this rank reads. `quarantine`: the number of
+    pages of each request for which the peer has not confirmed its stop. `forgotten`: the prefill rank has said that it
+    dropped the session.
     """
 
     def __init__(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, most_pulls: int) -> None:
@@ -57,7 +57,7 @@ class Link:
         self.pulls = anyio.Semaphore(most_pulls)
 
     def end(self, reason: str) -> None:
-        """Disconnect the peer, which then writes nothing more, and tell who relies on it. Idempotent."""
+        """Disconnect the peer, which ends its writes, and tell the readers that rely on the link. Idempotent."""
         self.peer.disconnect(reason)
         for reader in tuple(self.readers):
             self.readers.discard(reader)
@@ -65,16 +65,16 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """Whether the next request needs another one."""
+        """Whether the next request needs a new link."""
         return self.peer.lost or self.forgotten
 
     async def follow(self) -> None:
-        """End it when the peer is lost."""
+        """Wait until the peer is lost, then end the link."""
         self.end(await self.peer.wait_closed())
 
     async def listen(self, interval: float) -> None:
-        """Pass on which requests the rank says are not stuck: one message every so many seconds, for all of them."""
-        # Whatever the rank says or does: it ends what is heard of it, and nobody else's requests.
+        """Tell readers that the rank says are not stuck: one message every `interval` seconds for all of them."""
+        # An error of the rank ends only this listening; it must not end the requests of other ranks.
         with suppress(aiote.AioteError):
             async for requests in self.client.moving(self.session, interval):
                 named = set(requests)
@@ -83,7 +83,7 @@ class Link:
 
 
 class Links:
-    """The links of a decode rank, by the group of prefill ranks and by whether it reads."""
+    """The links of a decode rank, by group of prefill ranks and by whether this rank reads."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Links:
         self._locks: dict[tuple[tuple[str, ...], bool], anyio.Lock] = {}
 
     async def group(self, places: Sequence[Place], *, reads: bool) -> list[Link]:
-        """Return a link to each of a group's ranks; made the first time, and after one has ended.
+        """Return a link to each rank of a group; make the links the first time, and again after one has ended.
 
         Raises MappingError, CallError, PeerError, TransferRefused.
         """
@@ -117,7 +117,7 @@ class Links:
         raise TransferRefused(f"the handshake with {', '.join(key[0])} has not ended within {self._limit} s")
 
     def _forget(self) -> None:
-        """Drop the groups of which a link is over: of ranks that were replaced nobody asks again."""
+        """Drop the groups with a link that is over: if their ranks were replaced, they are not asked for again."""
         for key in [key for key, links in self._groups.items() if any(link.over for link in links)]:
             del self._groups[key]
             if not self._locks[key].locked():
@@ -132,13 +132,13 @@ class Links:
                 spec.check()
         except aiote.UsageError as error:
             raise TransferRefused(f"a prefill rank describes a cache that cannot be: {error}") from None
-        # Also to those that have nothing for this rank: an offer ends when all of the decode group have come.
+        # Open a session also with ranks whose part is empty: an offer ends when all ranks of the decode group came.
         parts = assign(specs, self._spec, self._turn)
         links = [
             await self._link(peer, client, CacheMap(spec, part), reads)
             for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
         ]
-        # Only when all ranks have agreed: a refusal by one leaves no task to end.
+        # Start the tasks only when all ranks have agreed, so that a refusal leaves no task to end.
         for link in links:
             self._scope.start(link.follow)
             if self._limit < math.inf:
@@ -146,31 +146,31 @@ class Links:
         return links
 
     async def renew(self, place: Place, requests: Sequence[str]) -> None:
-        """Tell a rank that requests are still wanted. Raises PeerError, CallError."""
+        """Tell a prefill rank that requests are still wanted. Raises PeerError, CallError."""
         client = service.client(self._engine, await self._peer(place), Transfers)
         for start in range(0, len(requests), MOST_RENEWED):
             await client.renew(list(requests[start : start + MOST_RENEWED]))
 
     async def _peer(self, place: Place) -> aiote.Peer:
-        """Return the peer at a place: a lost one never comes back, another takes its place."""
+        """Return the peer at a place; connect again if it is lost, because a lost Peer never comes back."""
         if isinstance(place, aiote.Peer):
             return await self._engine.connect(place.address) if place.lost else place
         return await self._engine.connect(place)
 
     async def _link(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, reads: bool) -> Link:
-        """Open a session: the rank hears of the memories that its part lies in, or this one of the rank's."""
+        """Open a session. If the prefill rank writes, send it the memories of its part; else get its memories."""
         used = {tensor.memory for tensor in cache_map.part.tensors}
         memories = [region.descriptor if number in used else b"" for number, region in enumerate(self._regions)]
         places = [self._spec.layers.index(layer) for layer in cache_map.layers]
         opened = await client.open(cache_map.part, places, [] if reads else memories)
-        # Each holds a slot of the service until it is finished, which takes one more.
+        # Each pull holds a slot of the service until it is finished, and the call `finish` takes another slot.
         link = Link(peer, client, cache_map, max(1, Endpoint.of(self._engine).limits.slots // 2))
         link.session = opened.session
         link.memories = self._to_read(peer, cache_map.source, opened.memories) if reads else []
         return link
 
     def _to_read(self, peer: aiote.Peer, spec: CacheSpec, descriptors: list[bytes]) -> list[aiote.RemoteRegion]:
-        """Return a prefill rank's memories. Raises TransferRefused for what is none of its own."""
+        """Return a prefill rank's memories. Raises TransferRefused if one is not its own, not readable or too short."""
         if len(descriptors) != len(spec.memories):
             raise TransferRefused(f"{spec.name} gives {len(descriptors)} memories of its cache to read")
         try:

@@ -1,20 +1,24 @@
-"""What decode ranks call at a prefill rank: `Transfers`, a service of `aiote.service`.
+"""Define `Transfers`, the service (`aiote.service`) that decode ranks call at a prefill rank, and its messages.
 
-| call       | asks for                                                                                               |
+| call       | effect                                                                                                 |
 |------------|--------------------------------------------------------------------------------------------------------|
-| `describe` | what the rank's cache is                                                                               |
-| `open`     | a session: the map of the rank's cache onto a part of the caller's. `memories` describe the caller's,  |
-|            | to be written; where none is given the answer describes the rank's, to be read. It ends with the       |
-|            | connection, and nothing is written for it over the next one                                            |
-| `push`     | a request's pages, written as they are computed. The stream has no items, and ends when all are        |
-| `pull`     | a request's pages, to be read. The stream says where they are when they are computed, and keeps them   |
-| `moving`   | one message in a while for all requests of the session: which wait in a queue that moves, or compute   |
-| `renew`    | that requests are kept which wait for pages of the caller's: one message in a while for all of them    |
-| `finish`   | whether they were kept until now: what was read is theirs only then. They need not be kept any more    |
+| `describe` | returns the spec of the rank's cache                                                                   |
+| `open`     | opens a session: maps the rank's cache onto a part of the caller's. `memories` describe the caller's   |
+|            | memories, which the rank writes; without them the answer describes the rank's memories, which the      |
+|            | caller reads. The session ends with the connection; the rank does not continue it over the next one    |
+| `push`     | the rank writes a request's pages as they are computed. The stream has no items; it ends when all are  |
+|            | written                                                                                                |
+| `pull`     | the caller reads a request's pages. The stream tells where they are once they are computed; the rank   |
+|            | keeps them while the stream is open                                                                    |
+| `moving`   | sends one message per interval for all requests of the session: those that wait in a queue that moves, |
+|            | and those being computed                                                                               |
+| `renew`    | keeps requests that wait for pages of the caller: one message from time to time for all of them        |
+| `finish`   | reports that a request was read and returns whether the rank kept its pages until now; only then the   |
+|            | caller may use what it read. The rank need not keep the pages any longer                               |
 
-A request is matched by its name with what the prefill rank's program offers, whichever comes first. To leave a stream
-is to cancel: `await stream.aclose()` returns when nothing is written for it any more, for the method ends only then. A
-stream that ends with `TransferRefused` has come to that by itself.
+A prefill rank matches a request by name with an offer of its program, whichever comes first. Leaving a stream cancels
+it: `await stream.aclose()` returns when the rank has stopped writing for it, because the method ends only then. A
+stream that ends with `TransferRefused` was ended by the rank, not by the caller.
 """
 
 from __future__ import annotations
@@ -43,19 +47,19 @@ Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Interval: TypeAlias = Annotated[float, Meta(ge=0.01, le=3600)]
 Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 MOST_RENEWED = 4096
-"""Requests of one message."""
+"""The most requests in one `renew` message."""
 
 
 class TransferRefused(aiote.AioteError):
-    """A request's cache is not moved, or not any more; the text says why. Nothing is written for it after that."""
+    """A request's cache is not moved, or no longer moved; the text says why. No writes for the request follow."""
 
 
 class NoSessionError(TransferRefused):
-    """A prefill rank has forgotten a session, for others of the same decode rank; a new one does."""
+    """A prefill rank has dropped a session in favor of others of the same decode rank; a new session works again."""
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """A `PageRow` on its way."""
+    """A `PageRow` as it is sent."""
 
     pages: NDArray[np.int64]
     start: Number
@@ -69,7 +73,7 @@ class Opened(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """A request to be pushed: how many tokens, into which pages of each group, counted on immediates from `imm` on."""
+    """A request to be pushed: the number of tokens, the target pages of each group, and the first immediate `imm`."""
 
     session: Number
     request: Name
@@ -79,14 +83,14 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Pinned(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Where a request's pages are at the prefill rank, until `finish`."""
+    """A request's pages at the prefill rank, which keeps them until `finish`."""
 
     tokens: Number
     rows: dict[Group, Row]
 
 
 class Rank(Protocol):
-    """What answers the calls."""
+    """The object that answers the calls of `Transfers`."""
 
     def describe(self) -> CacheSpec: ...
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened: ...
@@ -98,7 +102,7 @@ class Rank(Protocol):
 
 
 class Until(AsyncIterator[None]):
-    """A stream without items, which ends when what is awaited has."""
+    """A stream without items that ends when `work` has ended."""
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self._work = work
@@ -109,7 +113,7 @@ class Until(AsyncIterator[None]):
 
 
 class Transfers(service.Service):
-    """A prefill rank, as decode ranks call it; see the table of this module."""
+    """The service of a prefill rank for decode ranks; see the table of this module."""
 
     name = "kvcache.Transfers"
 
@@ -118,49 +122,49 @@ class Transfers(service.Service):
 
     @service.method(idempotent=True)
     async def describe(self) -> CacheSpec:
-        """Return what the rank's cache is."""
+        """Return the spec of the rank's cache."""
         return self._rank.describe()
 
     @service.method(raises=[MappingError, TransferRefused])
     async def open(self, part: CacheSpec, immediates: list[Number], memories: list[Descriptor]) -> Opened:
-        """Open a session; `immediates` says which one of a request's each layer of the part counts on."""
+        """Open a session; the i-th layer of the part counts on the immediate `imm + immediates[i]` of a request."""
         return await self._rank.open(service.current_call().peer, part, immediates, memories)
 
     @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def push(self, fetch: Fetch) -> AsyncIterator[None]:
-        """Have a request's pages written."""
+        """Write a request's pages to the caller; the stream ends when all are written."""
         return Until(partial(self._rank.push, service.current_call().peer, fetch))
 
     @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def pull(self, session: Number, request: Name) -> AsyncIterator[Pinned]:
-        """Have a request's pages kept until they are read."""
+        """Keep a request's pages until the caller has read them; yield where they are."""
         async with aclosing(self._rank.pull(service.current_call().peer, session, request)) as items:
             async for item in items:
                 yield item
 
     @service.method(raises=[TransferRefused, NoSessionError])
     async def moving(self, session: Number, interval: Interval) -> AsyncIterator[list[Name]]:
-        """Hear every so many seconds which requests of a session are not stuck."""
+        """Yield every `interval` seconds the requests of a session that are not stuck, if there are any."""
         async with aclosing(self._rank.moving(service.current_call().peer, session, interval)) as items:
             async for item in items:
                 yield item
 
     @service.method(idempotent=True)
     async def renew(self, requests: Annotated[list[Name], Meta(max_length=MOST_RENEWED)]) -> None:
-        """Say that requests are still wanted, which wait for pages; the rank keeps them for another while."""
+        """Keep requests that still wait for pages of the caller; the rank's `match_timeout` begins anew for them."""
         self._rank.renew(requests)
 
     @service.method
     async def finish(self, session: Number, request: Name) -> bool:
-        """Say that a request's pages were read, and hear whether they were kept until now."""
+        """Record that the caller has read a request's pages; return whether the rank kept them until now."""
         return self._rank.finish(service.current_call().peer, session, request)
 
 
 def rows_of(rows: dict[int, Row]) -> dict[int, PageRow]:
-    """Return rows that have come from elsewhere. Raises UsageError for what is none."""
+    """Return the page rows of a received message. Raises UsageError for anything that is not a row."""
     return {group: PageRow(row.pages, row.start) for group, row in rows.items()}
 
 
 def rows_to(rows: dict[int, PageRow]) -> dict[int, Row]:
-    """Return rows for the way."""
+    """Return page rows in the form in which they are sent."""
     return {group: Row(row.pages, row.start) for group, row in rows.items()}

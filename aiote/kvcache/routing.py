@@ -1,30 +1,30 @@
-"""Which prefiller gets a prompt: the one that will have computed it first, as far as can be told.
+"""Choose the member for a prompt: the prefiller that is expected to have computed it first.
 
-A prompt of n tokens, of which a member has the first c in its cache, costs it n - c more, and waits for its *load*:
-what it was given before and has not delivered yet. The prompt goes to the member for which
+If a member has the first c of a prompt's n tokens in its cache, it must compute n - c tokens for the prompt, after its
+*load*: the tokens of earlier prompts that it has not delivered yet. The prompt goes to the member with the least
 
     load + n - min(c, credit)
 
-is least; among equals, to the one that was given something least recently. So a hot prefix keeps its place as long as
-that is worth it, and no longer. With members that stay, and prompts of at most N tokens, at any moment
+and among equals to the member that was chosen least recently. So prompts follow a hot prefix as long as that saves
+time, and no longer. While the members stay and no prompt is delivered, these bounds hold for prompts of at most N
+tokens (a delivery only lowers a load):
 
-| between any two members                                           | bound    |
+| excess of the chosen member's load over any other member's        | bound    |
 |-------------------------------------------------------------------|----------|
-| the load of the chosen one may be above another's, when chosen    | `credit` |
-| and once the prompt is on it                                      | N        |
+| when it is chosen                                                 | `credit` |
+| after the prompt was added to its load                            | N        |
 
-as long as nothing is delivered: deliveries only take away.
+**Prefixes.** A prompt is cut into blocks of `page_tokens` tokens. The hash of a block also covers all blocks before it,
+so equal hashes mean equal prefixes. The index records for each block the members that were given it most recently. It
+is only a belief, because members evict blocks on their own; a member that lost a block computes a little more. The
+index holds `prefixes` blocks and `HOLDERS` members per block; it drops the least recently used blocks first.
 
-**Prefixes.** A prompt is cut in blocks of a page's tokens; the hash of a block covers all blocks before it as well, so
-equal hashes mean equal prefixes. The index says of a block which members were given it last. It is a belief: members
-forget by themselves, and who was wrong computes a little more. The index holds `prefixes` blocks, least recently used
-ones go first, and `HOLDERS` members for each.
+**Excluded members.** Members that left, members that drain (a true attribute `draining`), and members that failed
+within the last `pause` seconds, unless all failed. Stale members come after all others; when the registry cannot be
+reached, all members are stale.
 
-**Who is left out.** Members that left, that drain (an attribute `draining` that is true) and those that failed within
-the last `pause` seconds, unless all failed. Members that are stale come after all that are not: where the registry is
-out of touch, all are.
-
-This module computes: it sends nothing, and is told the time. It routes to decoders as well, which have no prefixes.
+This module only computes: it sends no messages, and the caller passes the time. It also routes to decoders, which have
+no prefixes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ HASH_BYTES = 16
 
 
 class NoMember(aiote.AioteError):
-    """There is nobody who could be asked; the message says who was left out, and why."""
+    """No member can be chosen; the message says why."""
 
 
 def block_hashes(tokens: Sequence[int] | Numbers, page_tokens: int) -> list[bytes]:
-    """Return a hash for each whole page of a prompt, which covers that page's tokens and all before them."""
+    """Return a hash for each whole page of a prompt; it covers the tokens of that page and all tokens before them."""
     size = integer("page_tokens", page_tokens, 1) * 4
     require_unmasked("block_hashes: tokens", tokens)
     data = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
@@ -72,9 +72,9 @@ def block_hashes(tokens: Sequence[int] | Numbers, page_tokens: int) -> list[byte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Who is to be asked: the first of `members`, and where it fails the others in turn.
+    """The members to ask: the first of `members` and, if it fails, the others in turn.
 
-    `cached_tokens`: how many of the prompt the first is believed to have. `cost`: the tokens that it was charged for.
+    `cached_tokens`: the tokens of the prompt that the first is believed to have. `cost`: the tokens added to its load.
     """
 
     members: tuple[Member, ...]
@@ -84,7 +84,7 @@ class Choice:
 
 
 class _Candidate:
-    """What is known of one run of a member. `serial` tells it from earlier runs in the index of prefixes."""
+    """The state of one run of a member. Its `serial` distinguishes it from earlier runs in the index of prefixes."""
 
     __slots__ = ("failed", "last", "load", "member", "serial")
 
@@ -97,7 +97,7 @@ class _Candidate:
 
 
 class _Prefixes:
-    """Which runs of members were given which blocks; the least recently used blocks are forgotten first."""
+    """The index of prefixes: the runs of members that were given each block. Drops the least recently used blocks."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -107,7 +107,7 @@ class _Prefixes:
         return len(self._blocks)
 
     def lengths(self, hashes: Sequence[bytes], serials: Iterable[int]) -> dict[int, int]:
-        """Return of each run how many blocks in a row it has, from the first one on; 0 is left out."""
+        """Return for each run the number of consecutive blocks it has, from the first on; runs with 0 are absent."""
         left = set(serials)
         found: dict[int, int] = {}
         for number, block in enumerate(hashes, 1):
@@ -118,7 +118,7 @@ class _Prefixes:
         return found
 
     def drop(self, hashes: Sequence[bytes], serial: int) -> None:
-        """Take note that a run was not given these blocks after all."""
+        """Record that a run was not given these blocks after all."""
         for block in hashes:
             others = tuple(other for other in self._blocks.get(block, ()) if other != serial)
             if others:
@@ -127,8 +127,8 @@ class _Prefixes:
                 self._blocks.pop(block, None)
 
     def put(self, hashes: Sequence[bytes], serial: int) -> None:
-        """Take note that a run was given these blocks."""
-        # Last block first, so that what is forgotten first is the end of a prompt: without its beginning it is no use.
+        """Record that a run was given these blocks."""
+        # Last block first, so that the end of a prompt is dropped first: without its beginning it would be useless.
         for block in reversed(hashes[: self.limit]):
             others = [other for other in self._blocks.get(block, ()) if other != serial]
             self._blocks[block] = (serial, *others[: HOLDERS - 1])
@@ -138,11 +138,11 @@ class _Prefixes:
 
 
 class Router:
-    """Choose members of one role; `see` the registry's members, `choose`, and say when a choice is `delivered`.
+    """Chooses members of one role. Pass the registry's members to `see`, call `choose`, and report `delivered`.
 
-    `alternatives` is how many are named besides the first. `credit` is the most tokens for which a cached prefix may
-    count, `prefixes` the most blocks that are remembered, `pause` how many seconds one that failed sits out.
-    Raises UsageError for bad numbers.
+    `alternatives`: the number of members in a choice besides the first. `credit`: the most tokens for which a cached
+    prefix may count. `prefixes`: the most blocks in the index. `pause`: the seconds for which a failed member is
+    excluded. Raises UsageError for bad numbers.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class Router:
 
     @property
     def open(self) -> int:
-        """How many choices are not delivered yet."""
+        """The number of choices that are not over yet."""
         return len(self._open)
 
     @property
     def blocks(self) -> int:
-        """How many blocks are remembered."""
+        """The number of blocks in the index."""
         return len(self._prefixes)
 
     @property
@@ -182,7 +182,7 @@ class Router:
         return {name: candidate.load for name, candidate in self._candidates.items()}
 
     def see(self, members: Iterable[Member]) -> None:
-        """Take the members as they are now; those that are not among them have left, and so has an earlier run."""
+        """Record the present members. Forget members that have left, and the earlier run of a restarted member."""
         here = {member.name: member for member in members if member.role == self.role}
         for name in self._candidates.keys() - here.keys():
             del self._candidates[name]
@@ -198,7 +198,7 @@ class Router:
         return _Candidate(member, self._serial)
 
     def choose(self, tokens: Sequence[int] | Numbers, now: float) -> Choice:
-        """Choose for a prompt, and charge the first for it until `delivered`. Raises NoMember."""
+        """Choose members for a prompt and add its cost to the first one's load until it is over. Raises NoMember."""
         there = self._there(now)
         hashes = block_hashes(tokens, self.page_tokens)
         blocks = self._prefixes.lengths(hashes, (candidate.serial for candidate in there))
@@ -215,7 +215,7 @@ class Router:
         first.last = self._turn
         first.load += cost
         self._open[choice] = first
-        # At once, not when it is delivered: the next of a burst with this prefix is to find it.
+        # Now, not on delivery, so that the next prompts of a burst with this prefix find it.
         self._prefixes.put(choice.hashes, first.serial)
         return choice
 
@@ -230,11 +230,11 @@ class Router:
         return there
 
     def delivered(self, choice: Choice, by: Member | None, now: float) -> None:
-        """Take note that a choice is over: delivered by one of its members, or by nobody. Idempotent.
+        """Record that a choice is over: delivered by one of its members, or (`by` None) by none of them. Idempotent.
 
-        Those that were asked before that one sit out. They may merely be full, or draining, so of this prompt they are
-        believed to have what they had before, and no more; of what has failed in earnest say `failed`. Where nobody
-        delivered and that is no member's fault, say `cancelled`.
+        The members asked before that one are excluded for `pause` seconds. They may only be full or draining, so of
+        this prompt they are believed to have what they had before the choice; report a member that really failed with
+        `failed`. If no member delivered and no member is to blame, call `cancelled` instead.
         """
         if not self._close(choice):
             return
@@ -247,7 +247,7 @@ class Router:
                 self._disbelieve(choice, member)
 
     def failed(self, choice: Choice, member: Member, now: float) -> None:
-        """Take note that a choice is over, for one member failed: it sits out, and what it had cached is forgotten."""
+        """Record that a choice is over because a member failed: exclude the member, and forget its cached blocks."""
         self._close(choice)
         candidate = self._note_failure(member, now)
         if candidate is not None:
@@ -255,7 +255,7 @@ class Router:
             candidate.serial = self._serial
 
     def cancelled(self, choice: Choice) -> None:
-        """Take note that a choice is not wanted any more, which is nobody's fault. Idempotent."""
+        """Record that a choice is not wanted any more, without blaming a member. Idempotent."""
         self._close(choice)
 
     def _close(self, choice: Choice) -> bool:
@@ -270,7 +270,7 @@ class Router:
             self._prefixes.put(choice.hashes, candidate.serial)
 
     def _disbelieve(self, choice: Choice, member: Member) -> None:
-        """Take back what was believed of the first member because it was chosen."""
+        """Remove the blocks that the first member was believed to have only because it was chosen."""
         candidate = self._candidate_of(member)
         if candidate is not None:
             self._prefixes.drop(choice.hashes[choice.cached_tokens // self.page_tokens :], candidate.serial)
@@ -282,6 +282,6 @@ class Router:
         return candidate
 
     def _candidate_of(self, member: Member) -> _Candidate | None:
-        """Return what is known of this run of a member."""
+        """Return the state of this run of a member, or None if it has left or been replaced."""
         candidate = self._candidates.get(member.name)
         return candidate if candidate is not None and candidate.member.incarnation == member.incarnation else None

@@ -1,11 +1,12 @@
-"""What a cache is: tensors in memory of the caller's, in groups, each of which has a page table in a request.
+"""Describe a cache: tensors in the caller's memory, in groups. Each group has one page table in a request.
 
 A tensor is one field of one layer (keys, values, scales, a state), in pages. It says where its items lie:
 
     item(page, head, token) = offset + page * page_stride + head * head_stride + token * token_stride
 
-so K and V may lie together or apart, and pages be HND or NHD, without a word for either. The keys and the values of an
-array that holds both are two tensors of one memory. `Cache.add` reads the strides off an array.
+Therefore K and V may lie together or apart, and pages may be HND or NHD, without separate names for these layouts. The
+keys and the values of an array that holds both are two tensors of one memory. `Cache.add` reads the strides from an
+array.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ Text: TypeAlias = Annotated[str, Meta(max_length=64)]
 class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
     """One field of one layer, in pages. Sizes, offsets and strides are in bytes.
 
-    `heads` are `head_count` of the model's heads from `first_head` on; of what has no heads they are one, which all
-    ranks of a tensor-parallel group have. `tokens` is how many a page has; 0 makes a page opaque: one item, which is
-    moved as it is. `memory` counts the memories of the cache.
+    The tensor has `head_count` of the model's heads, from `first_head` on; a field without heads has one head, which
+    all ranks of a tensor-parallel group have. `tokens` is the number of tokens in a page; 0 makes a page opaque: one
+    item, which is moved as it is. `memory` is the number of the memory among the cache's memories.
     """
 
     field: Text
@@ -61,12 +62,12 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """What it is, wherever it lies: group, layer and field."""
+        """The identity of the tensor, independent of where it lies: group, layer and field."""
         return self.group, self.layer, self.field
 
     @property
     def axes(self) -> list[tuple[int, int]]:
-        """Count and stride of pages, heads and tokens."""
+        """The count and the stride of pages, heads and tokens."""
         return [
             (self.pages, self.page_stride),
             (self.head_count, self.head_stride),
@@ -74,7 +75,7 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
         ]
 
     def of_heads(self, first: int, stop: int) -> CacheTensor:
-        """Return the part that some of its heads are."""
+        """Return the part of the tensor with the heads from `first` to `stop` - 1."""
         offset = self.offset + (first - self.first_head) * self.head_stride
         return msgspec.structs.replace(self, offset=offset, first_head=first, head_count=stop - first)
 
@@ -88,9 +89,9 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
-    """What a rank says of its cache: a name for errors, the length of each memory in bytes, and the tensors in them.
+    """A rank's description of its cache: a name for errors, the length of each memory in bytes, and the tensors.
 
-    `ranks`: how many ranks its group has, all of which receive each request.
+    `ranks`: the number of ranks in its group; all of them receive each request.
     """
 
     name: Annotated[str, Meta(max_length=200)]
@@ -101,8 +102,8 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
     def check(self) -> None:
         """Raise UsageError for a tensor that leaves its memory, overlaps itself, or comes twice.
 
-        And for tensors of one group whose pages hold different numbers of tokens. Tensors that overlap each other are
-        the caller's.
+        Also for tensors of one group whose pages hold different numbers of tokens. Tensors that overlap each other are
+        not checked: that is the caller's responsibility.
         """
         seen = set()
         tokens: dict[int, int] = {}
@@ -127,12 +128,12 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     @cached_property
     def layers(self) -> list[int]:
-        """The layers that it has some of, ascending."""
+        """The layers with at least one tensor, ascending."""
         return sorted({tensor.layer for tensor in self.tensors})
 
     @cached_property
     def groups(self) -> dict[int, int]:
-        """How many pages each group has."""
+        """The number of pages of each group; the tensor with the fewest pages decides."""
         found: dict[int, int] = {}
         for tensor in self.tensors:
             found[tensor.group] = min(found.get(tensor.group, tensor.pages), tensor.pages)
@@ -140,7 +141,7 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     @cached_property
     def page_tokens(self) -> dict[int, int]:
-        """How many tokens a page of each group has; 0 where its pages are opaque."""
+        """The number of tokens in a page of each group; 0 if all its pages are opaque."""
         found: dict[int, int] = {}
         for tensor in self.tensors:
             found[tensor.group] = max(found.get(tensor.group, 0), tensor.tokens)
@@ -148,9 +149,9 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
 
 class Cache:
-    """The cache of one rank, made of the caller's arrays, which are neither copied nor allocated here.
+    """The cache of one rank, made of the caller's arrays; it neither copies nor allocates memory.
 
-    ranks: how many its group has. It counts for a decode rank, where an offer does not say how many readers it has.
+    ranks: the number of ranks in its group. It matters for a decode rank if an offer does not announce its readers.
     """
 
     def __init__(self, name: str, *, ranks: int = 1) -> None:
@@ -172,11 +173,12 @@ class Cache:
         """Add the tensors of an array whose axes are named, outermost first: "field page head token item".
 
         Axes: `layer` counts from `layer` on; `field` has one entry for each of `fields`; `page`; `head` counts from
-        `first_head` on; `token`; `item`, last and as often as needed, is what belongs together. Without `token` a page
-        is opaque. array: numpy's, torch's, cupy's, or what has `__array_interface__`, `__cuda_array_interface__` or
-        `__dlpack__` on the CPU. Arrays that are views of one array or storage, or lie in what `hold` was told of, share
-        its memory. dtype: a name for the type, where the array's is not it (integers that stand for bfloat16). Raises
-        UsageError for axes that are not the array's, and for items with gaps.
+        `first_head` on; `token`; `item`, last and as often as needed, covers the values that always move together.
+        Without `token` a page is opaque. array: an array of numpy, torch or cupy, or any object with
+        `__array_interface__`, `__cuda_array_interface__` or `__dlpack__` on the CPU. Arrays that are views of one array
+        or storage, or lie in a memory passed to `hold`, share that memory. dtype: the name of the type, if the array's
+        own type differs (integers that stand for bfloat16). Raises UsageError for axes that do not match the array, and
+        for items with gaps.
         """
         require_unmasked(self.name, array)
         array, named, storage = gpu_array(array) or _viewed(array)
@@ -206,9 +208,9 @@ class Cache:
                 self.tensors.append(tensor)
 
     def hold(self, memory: NDArray[Any]) -> int:
-        """Say that arrays to be added lie in one contiguous memory, which is registered as a whole; return its number.
+        """Declare a contiguous memory in which arrays to be added lie, to register it as a whole; return its number.
 
-        For storages of which an engine has many arrays that are no views of one array. Raises UsageError.
+        Use it for a storage that holds many arrays which are not views of one array. Raises UsageError.
         """
         require_unmasked(self.name, memory)
         if memory.dtype.hasobject:
@@ -219,8 +221,8 @@ class Cache:
         return len(self.memories) - 1
 
     def _memory(self, array: NDArray[Any], storage: NDArray[Any] | None) -> tuple[int, int]:
-        """Return in which memory an array lies, and where it begins there; its own, or what it is a view of, if none
-        has it.
+        """Return the number of the memory that an array lies in, and its offset there. If no memory contains the array,
+        add its storage, or the array that it is a view of, as a new memory.
         """
         begin, end = _span(array)
         for number, memory in enumerate(self.memories):
@@ -234,19 +236,22 @@ class Cache:
 
     @property
     def spec(self) -> CacheSpec:
-        """What a peer is told of it. Raises UsageError as `CacheSpec.check`."""
+        """The description that is sent to peers. Raises UsageError as `CacheSpec.check` does."""
         spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors), self.ranks)
         spec.check()
         return spec
 
 
 def _viewed(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
-    """Return numpy's view of an array, the name of its type, and all of its storage, where numpy does not know that."""
-    torch = sys.modules.get("torch")  # what is not imported has made no tensor
+    """Return numpy's view of an array, the name of its type, and its whole storage if numpy cannot tell that (or None).
+
+    Raises UsageError for an array that is not in memory of the CPU.
+    """
+    torch = sys.modules.get("torch")  # an array cannot be a tensor of torch before torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
             raise UsageError(f"a cache on {array.device}: expected memory of the CPU or of an NVIDIA GPU")
-        # numpy knows neither bfloat16 nor the eight-bit floats, but integers of their size.
+        # numpy has neither bfloat16 nor eight-bit floats, so view them as integers of the same size.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()]
         storage = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())
         return array.detach().view(integers).numpy(), str(array.dtype).removeprefix("torch."), storage.numpy()
@@ -258,14 +263,17 @@ def _viewed(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
 
 
 def _span(array: NDArray[Any]) -> tuple[int, int]:
-    """Return the addresses of an array's first byte and behind its last."""
+    """Return the addresses of an array's first byte and of the byte after its last."""
     begin = array.__array_interface__["data"][0]
     reach = sum((count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True))
     return begin, begin + (reach + array.itemsize if array.size else 0)
 
 
 def _axes(array: NDArray[Any], axes: str) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the length and the stride of each axis, and how many bytes its items have in a row."""
+    """Return the length and the stride of each axis, and the number of contiguous bytes of an item.
+
+    Raises UsageError for axes that do not match the array, and for items with gaps.
+    """
     names = axes.split()
     shape, strides = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
     item_bytes = array.itemsize

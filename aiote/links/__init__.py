@@ -1,6 +1,6 @@
 """Links: how peers are found, connected, watched and lost, and what each may use of the other's memory.
 
-`ConnectionTable` is the door. Nothing here knows the engine: what is shared comes from the `Runtime`.
+Other packages enter through `ConnectionTable`. No module here knows the engine: the `Runtime` has the shared objects.
 """
 
 from .nic_events import NicEvents

@@ -1,7 +1,7 @@
-"""The channels to one peer, any of which may fail: what one has lost goes on over the others, and it comes back.
+"""The channels to one peer: when one fails, its lost work continues over the others, and the channel is opened again.
 
-The protocol is `core.failover`, which says what is to be done; this does it, with the native link, the rails and the
-control connection of one session.
+The protocol is `core.failover`, which decides on the actions; this module takes them with the native link, the rails
+and the control connection of one session.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ __all__ = ["Channels"]
 
 
 class Channels:
-    """Made when a peer with several channels is connected. `pairs` are (our rail, its rail) of each channel, `send`
-    tells the peer, and `changed` is called when `deadline` may have become an earlier one.
+    """The channels of a connected peer that survives the loss of a channel.
+
+    `pairs` are (our rail, its rail) of each channel, `send` sends to the peer, and `changed` is called when `deadline`
+    may have become earlier.
     """
 
     def __init__(
@@ -80,20 +82,20 @@ class Channels:
         self._pending: dict[int, PendingChannel] = {}
         self._peer_endpoints: dict[int, Channel] = {}
         self._probes: dict[int, Transfer] = {}
-        # What a RailDown asked of us, and what the peer's Arrivals said of ours, until the next step uses it.
+        # The keys that the peer's RailDown asked about, and its answer about our keys in Arrivals, until they are used.
         self._asked: dict[int, tuple[MemoryKey, ...]] = {}
         self._unknown: dict[int, list[int]] = {}
         self._partial_arrivals: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` is due."""
+        """The time when `tick` is due, or None."""
         return self._states.deadline
 
-    # What happens here.
+    # Events on this side.
 
     def notice(self, number: int, errnum: int) -> None:
-        """Look at a channel that the native core has something to say about."""
+        """Handle a notice of the native core: send the counts to acknowledge or, on an error, fail the channel."""
         if number not in self._states.live and not self._probes.get(number):
             return
         if errnum == 0:
@@ -113,26 +115,26 @@ class Channels:
         self._do(self._states.failed(number, f"rail {rail}: {reason}"[:500], self._runtime.loop.time()))
 
     def release(self, transfer: Operation) -> bool:
-        """Take out what does not let go of a cancelled transfer; False where nothing holds it."""
+        """Fail the channels that hold a cancelled transfer; return False if no channel holds it."""
         holding = self._link.holding(transfer)
         for number in holding:
             self.fail(number, "a cancelled transfer did not leave the NIC")
         return bool(holding)
 
     def tick(self, now: float) -> None:
-        """Do what time alone asks for."""
+        """Take the actions that are due at this time."""
         self._link.decay_costs()
         self._do(self._states.due(now))
 
     def close(self) -> None:
-        """Give up what is being opened."""
+        """Stop opening channels."""
         for number in tuple(self._pending):
             self._drop(number)
 
-    # What the peer says.
+    # Messages of the peer.
 
     def receive(self, message: ChannelMessage) -> None:
-        """Take a message about a channel. Raises FailoverError for one that cannot be."""
+        """Take a message about a channel. Raises FailoverError for an impossible message."""
         now = self._runtime.loop.time()
         match message:
             case AckCounts(number, generation, counts):
@@ -176,14 +178,14 @@ class Channels:
         self._do(self._states.on_reopen(number, message.generation, now))
 
     def _number_of(self, message: Channel) -> int:
-        """Return the channel that a Channel is about."""
+        """Return the number of the channel that a Channel is about. Raises FailoverError if there is none."""
         pair = message.rail_remote, message.rail_local
         if pair not in self._pairs:
             raise FailoverError(f"it opens a channel of rails {pair[0]} and {pair[1]}, which there is none of")
         return self._pairs.index(pair)
 
     def _on_joined(self, number: int, generation: int, now: float) -> None:
-        # A peer that was lost meanwhile has no channels any more.
+        # A peer that was lost in the meantime has no channels any more.
         if number >= len(self._pairs) or not self._current(number, generation):
             return
         self._do(self._states.joined(number, now))
@@ -191,7 +193,7 @@ class Channels:
 
     def _on_mailbox_moved(self, number: int, generation: int) -> None:
         if number not in self._states.live or generation != self._states.generation(number):
-            # It failed meanwhile; who initiated the connection hears of that, and chooses again.
+            # The channel has failed in the meantime; the initiator hears of that, and chooses again.
             return
         if not self._initiates:
             self._link.move_mailbox(number)
@@ -199,12 +201,12 @@ class Channels:
         if self._link.mailbox_channel == number:
             self._link.release_mailbox()
 
-    # What is to be done.
+    # Actions.
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             if self._connection.lost:
-                # Everything ended with it.
+                # Everything ended with the peer.
                 return
             match action:
                 case Shut(number):
@@ -235,7 +237,7 @@ class Channels:
         self._do(self._states.shut(number))
 
     def _drop(self, number: int) -> None:
-        """Give up what is under way to bring a channel up."""
+        """Stop the attempt to bring a channel up."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             pending.close()
@@ -256,7 +258,7 @@ class Channels:
         self._send(Arrivals(number, generation, tuple(counts), mark.high, beyond, self._unknown_of(number)))
 
     def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
-        """Return those of the keys that the peer asked for which no memory has on the channel's rail."""
+        """Return the keys that the peer asked about and that belong to no memory on the channel's rail."""
         known = self._runtime.rail_set.keys_of(self._pairs[number][0])
         return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
 
@@ -267,14 +269,14 @@ class Channels:
         self._move_mailbox()
 
     def _move_mailbox(self) -> None:
-        """Have messages go over a channel in use, if theirs has failed; who initiated the connection chooses."""
+        """Move the mailbox to a channel in use if its channel has failed; the initiator of the connection chooses."""
         if self._initiates and self._link.mailbox_waits and self._states.live:
             chosen = self._states.live[0]
             self._link.move_mailbox(chosen)
             self._send(MailboxMoved(chosen, self._states.generation(chosen)))
 
     def _open(self, number: int, generation: int) -> None:
-        """Open our endpoint and tell it; who was asked to joins the other's at once."""
+        """Open our endpoint and tell the peer; the acceptor joins the initiator's endpoint at once."""
         mine, remote = self._pairs[number]
         try:
             pending = self._pending[number] = self._runtime.rail_set.open_channel(mine, remote)
@@ -304,7 +306,7 @@ class Channels:
             self.fail(number, f"it cannot be joined again: {error}")
 
     async def _probe(self, number: int, generation: int) -> None:
-        """Write nothing over a channel that was opened again; when that has arrived, it is in use."""
+        """Send an empty write over a channel that was opened again; once it has arrived, the channel is in use."""
         if not self._current(number, generation):
             return
         try:
@@ -332,7 +334,7 @@ class Channels:
 
 
 def marked(top: int, holes: list[int]) -> Received:
-    """Say which messages came: the highest number, and those below it that did not, as a Received."""
+    """Return the messages that arrived as a Received, from the highest number and the missing numbers below it."""
     if not holes:
         return Received(top, ())
     bounds = [*holes, top + 1]
@@ -341,7 +343,7 @@ def marked(top: int, holes: list[int]) -> Received:
 
 
 def unmarked(mark: Received) -> tuple[int, list[int]]:
-    """Return the highest number that came and those below it that did not. Raises FailoverError for an absurd one."""
+    """Return the highest number that arrived and the missing ones below. Raises FailoverError for an absurd mark."""
     holes: list[int] = []
     top = mark.high
     for low, high in mark.beyond:
@@ -352,5 +354,5 @@ def unmarked(mark: Received) -> tuple[int, list[int]]:
     return top, holes
 
 
-MAX_HOLES = 4096  # messages of a pool
-MAX_ARRIVALS = 1 << 15  # more than a tally of the native core holds
+MAX_HOLES = 4096  # the messages of one pool
+MAX_ARRIVALS = 1 << 15  # more than a tally of the native core can hold

@@ -1,4 +1,7 @@
-"""The connection to another engine, from the first attempt until it is lost."""
+"""The connection to another engine, from the first attempt until it is lost.
+
+This module owns the state of one peer. It knows the session that serves the peer only as a `ServingSession`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "ServingSession"]
 
 QUIET_S = 0.05
-"""How long a peer in a call into its library is looked at through its gate; one that takes longer is asked."""
-PEER_LOST = 104  # ECONNRESET: what the transfers of a lost peer end with in the native core
+"""How long `agree` polls the gate of a peer that is in a call into its library; after that it asks the peer."""
+PEER_LOST = 104  # ECONNRESET: the native core ends the transfers of a lost peer with it
 
 
 class ConnectionHost(Protocol):
-    """Who keeps the messages of peers, and hears of lost ones."""
+    """Keeps the messages of peers, and is told of lost peers."""
 
     inbox: Inbox
 
@@ -35,7 +38,7 @@ class ConnectionHost(Protocol):
 
 
 class ServingSession(Protocol):
-    """What a connection and the table need of the session that serves it."""
+    """The part of a serving session that the connection and the table use."""
 
     committed: bool
 
@@ -43,17 +46,17 @@ class ServingSession(Protocol):
         """Give way to another connection between the two engines."""
 
     def release(self, transfer: Operation) -> bool:
-        """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
+        """Fail the rails that hold a cancelled transfer; return False if no rail was failed."""
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
-        """Return when the peer starts nothing more through a lease and has nothing under way."""
+        """Wait until the peer starts no more requests through a lease and has none in flight."""
 
 
 class Connection:
-    """One life of the pair of this engine and another: being made, in use, lost.
+    """One connection of this engine with another, through its whole life: being made, in use, lost.
 
-    `address` is where the other engine says that it is reached, `reached` are the places where it was; `peer` is what
-    users hold.
+    `address` is the address that the other engine announces, `reached` the places where it was reached; `peer` is the
+    handle for users.
     """
 
     def __init__(self, runtime: Runtime, host: ConnectionHost, address: Address) -> None:
@@ -78,27 +81,27 @@ class Connection:
         self.waiter = runtime.loop.waiter
         self.rail_name = runtime.rail_name
         self.require_here = runtime.loop.require_here
-        # Transfers that wait for the connection or for room; the link counts what the native core has.
+        # Transfers that wait for the connection or for room; the link counts the transfers in the native core.
         self._queue = AdmissionQueue(runtime.loop, runtime.config.max_transfers, self.start)
         self._changed = Signal(runtime.loop)
         self._ended = Signal(runtime.loop)
 
     @property
     def key(self) -> tuple[bytes, int]:
-        """What tells engines apart: identity and incarnation."""
+        """The identity and incarnation, which tell engines apart."""
         return self.address.identity, self.address.incarnation
 
     def newer_than(self, identity: bytes, incarnation: int) -> bool:
-        """Whether this is a later life of that engine."""
+        """Whether this is a later incarnation of that engine."""
         return self.address.identity == identity and self.address.incarnation > incarnation
 
     def older_than(self, identity: bytes, incarnation: int) -> bool:
-        """Whether this is an earlier life of that engine."""
+        """Whether this is an earlier incarnation of that engine."""
         return self.address.identity == identity and self.address.incarnation < incarnation
 
     @property
     def name(self) -> str:
-        """Its address as text, for errors."""
+        """The address as text, for error messages."""
         return str(self.address)
 
     @property
@@ -107,21 +110,21 @@ class Connection:
         return bool(self.reason)
 
     def error(self, operation: str = "") -> PeerError:
-        """The error of what was asked of a lost peer."""
+        """Return the error of a request to a lost peer."""
         return self._kind(self.name, self.reason, operation=operation)
 
     def belongs_to(self, runtime: Runtime) -> bool:
-        """Whether it is a connection of that engine."""
+        """Whether it is a connection of the engine with this runtime."""
         return self._runtime is runtime
 
     async def wait_closed(self) -> str:
-        """Wait until the peer is lost and return the reason. Cancelling this wait does nothing else."""
+        """Wait until the peer is lost and return the reason. Cancelling this wait has no other effect."""
         while not self.reason:
             await self._ended.wait()
         return self.reason
 
     async def ready(self) -> Connection:
-        """Wait until the peer is connected and return it, or the one that it gave way to. Raises PeerError."""
+        """Wait until the peer is connected and return it, or its successor if it gave way. Raises PeerError."""
         while not (self.connected or self.reason or self.successor):
             await self._changed.wait()
         if self.successor is not None:
@@ -131,7 +134,7 @@ class Connection:
         return self
 
     async def recv(self) -> Message:
-        """Return the next message of this peer. Raises PeerError when it is lost and none is left, ClosedError."""
+        """Return the next message of this peer. Raises PeerError when it is lost without messages left, ClosedError."""
         return Message(*await self._recv(None))
 
     async def recv_into(self, buffer: object) -> int:
@@ -172,7 +175,7 @@ class Connection:
             self._begin(transfer, None)
 
     def _begin(self, transfer: Transfer, link: PeerLink | None) -> None:
-        """Start a transfer over a link that has room for it, or queue it; its lease may be void."""
+        """Start a transfer over a link that has room for it, or queue it. If its lease is void, the transfer ends."""
         if transfer.lease:
             flight = self.leases.flight(transfer.lease)
             if flight is None:
@@ -185,9 +188,9 @@ class Connection:
             self._queue.add(transfer)
 
     async def room(self) -> None:
-        """Wait until there is room for one more transfer, in turn. Raises PeerError when the peer is lost.
+        """Wait, in turn, until there is room for one more transfer. Raises PeerError when the peer is lost.
 
-        The room is the caller's until its next await.
+        The caller has the room until its next await.
         """
         peer = self
         while peer.successor is not None or peer.reason or not peer._queue.has_room:
@@ -201,7 +204,7 @@ class Connection:
                     return
 
     async def reserve_room(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Wait for room and keep it; return what lets the running task use it, and what gives it up.
+        """Wait for room and keep it; return two functions: one lets the running task use it, one gives it up.
 
         Raises PeerError.
         """
@@ -213,21 +216,21 @@ class Connection:
 
     @property
     def has_room(self) -> bool:
-        """Whether a transfer of the running task would be within the limit, by a turn that it has waited for, too."""
+        """Whether a transfer of the running task would be within the limit, also by a turn that it has waited for."""
         return self._queue.has_room or self._queue.has_turn
 
     def take_room(self) -> bool:
-        """Take room for one transfer that is started at once; False when there is none."""
+        """Take room for one transfer that starts at once; False when there is none."""
         return self._queue.use_turn() or self._queue.has_room
 
     def start(self, transfer: Transfer, link: PeerLink) -> None:
-        """Hand a transfer over a link to the native core, whatever waits."""
+        """Hand a transfer to the native core over a link, ahead of the queue."""
         transfer.belong(link)
         transfer.start(link)
         self._runtime.kick()
 
     def probe(self, link: PeerLink, channel: int) -> Transfer:
-        """Start to write nothing over one channel, to see that the data path is there."""
+        """Start an empty write over one channel, to test the data path."""
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
             self._runtime.core.submit_probe(link, transfer, channel)
@@ -237,28 +240,28 @@ class Connection:
         return transfer
 
     def lease_flight(self, lease: int) -> Flight | None:
-        """Return what is under way through a lease of the peer's; None where it is void."""
+        """Return the flight of one of the peer's leases, with its requests in flight; None if the lease is void."""
         return self.leases.flight(lease)
 
     def has_revoked(self, lease: int) -> bool:
-        """Tell whether a lease of the peer's is void."""
+        """Return whether a lease of the peer's is void."""
         return self.leases.is_void(lease)
 
     def transfer_refused(self, transfer: Transfer) -> None:
-        """Take note that a transfer has ended without the native core."""
+        """Record that a transfer has ended without the native core."""
         self._queue.remove(transfer)
 
     def cancel_transfer(self, transfer: Operation) -> None:
-        """Have a transfer end: nothing more is posted, what was posted drains."""
+        """Make a transfer end: the engine posts no more of it, and the posted requests drain."""
         self._runtime.core.cancel(transfer)
         self._runtime.kick()
 
     async def drain(self, transfer: Operation) -> None:
-        """Wait, shielded, until a cancelled transfer is over; see `drain`."""
+        """Wait, shielded from cancellation, until a cancelled transfer is over; see `drain`."""
         await drain(self._runtime, transfer, lambda: [self])
 
     def release(self, transfer: Operation) -> bool:
-        """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
+        """Fail the rails that hold a cancelled transfer; return False if no rail was failed."""
         return self.session is not None and self.session.release(transfer)
 
     def tear_down(self) -> None:
@@ -272,7 +275,7 @@ class Connection:
         )
 
     async def agree(self) -> None:
-        """Find out whether the peer, torn down, is known to carry out nothing more of ours."""
+        """Find out whether the torn-down peer is known to carry out no more of our requests."""
         connection, link = self.control, self.link
         if link is not None and await poll_until(self._runtime.loop, lambda: link.quiet, QUIET_S):
             self.confirmed = True
@@ -280,7 +283,7 @@ class Connection:
             self.confirmed = await connection.agreed()
 
     def follow(self, other: Connection) -> None:
-        """Give way to the peer that this one turned out to be, with all that waits."""
+        """Give way to the peer that this one turned out to be, and pass it all waiting transfers."""
         self.successor = other
         for transfer in self._queue.dissolve():
             transfer.peer = other
@@ -288,7 +291,7 @@ class Connection:
         self._changed.set()
 
     def established(self) -> None:
-        """Take note that transfers may flow, and start those that waited for it."""
+        """Record that transfers may flow, and start those that waited for the connection."""
         assert self.link is not None
         self.connected = True
         self.link.peer = self
@@ -296,15 +299,15 @@ class Connection:
         self._changed.set()
 
     def disconnect(self, reason: str) -> None:
-        """Lose the peer because the program wants so; in a child of a fork it is the parent's, and left alone."""
+        """Lose the peer because the program asked for it. A forked child leaves the peer alone: it is the parent's."""
         if not self._runtime.inherited:
             self.require_here()
             self.lose(reason)
 
     def lose(self, reason: str, kind: type[PeerError] = PeerError) -> None:
-        """Give the peer up: no byte moves to or from it when this returns, and everything that depends on it ends.
+        """Lose the peer: no byte moves to or from it when this returns, and everything that depends on it ends.
 
-        `kind` is the error that says so where it was never connected.
+        `kind` is the error to raise if the peer was never connected.
         """
         if self.reason or self.successor is not None:
             return

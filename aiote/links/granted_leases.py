@@ -1,11 +1,11 @@
 """The leases that one engine has granted.
 
-The owner registers each slice once more, with keys of its own that over our own rails serve the holder alone, and can
-end these registrations at any time. What it may not do is end them while the holder's bytes are on their way: they
-could land in memory that is somebody else's by then. So a revocation asks the holder, over the control connection, to
-start nothing more through the lease and to answer when nothing is under way; a holder that does not answer in time
-loses its connection, after which none of its bytes is received. A lease that the holder has not heard of yet is void
-before its first byte.
+The owner registers each slice again with separate keys, which on aiote's own rails work for the holder alone, and can
+end these registrations at any time. But it must not end them while the holder's bytes are on their way, because they
+could land in memory that belongs to other data by then. So a revocation asks the holder, over the control connection,
+to start no more requests through the lease and to answer when it has no request in flight. A holder that does not
+answer in time loses its connection, after which none of its bytes is received. A lease that the holder has not heard of
+yet is void before its first byte.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Holder = tuple[bytes, int]
 
 
 class LeaseHolder(Protocol):
-    """The conversation with a peer, as far as it is asked to give leases back."""
+    """The part of the session with a peer that asks it to give leases back."""
 
     async def revoke(self, lease: int, low: int, high: int) -> None: ...
 
 
 class GrantedLeases:
-    """The leases that one engine has granted. `session_of` finds the conversation with a holder, if there is one."""
+    """The leases that one engine has granted. `session_of` finds the session with a holder, if there is one."""
 
     def __init__(self, runtime: Runtime, session_of: Callable[[Holder], LeaseHolder | None]) -> None:
         self._runtime = runtime
@@ -53,7 +53,7 @@ class GrantedLeases:
 
     @property
     def address(self) -> Address:
-        """Where the engine is reached."""
+        """The address of the engine."""
         return self._runtime.address
 
     def grant(self, slices: Sequence[Region], to: Peer | Address | str) -> Lease:
@@ -82,7 +82,7 @@ class GrantedLeases:
         return holder
 
     def _registered(self, region: Region, holder: Address) -> LocalMemory:
-        """Register a slice once more, for a holder alone."""
+        """Register a slice again, for one holder alone."""
         region.require_open()
         if region.memory.owner is not self._runtime.core:
             raise UsageError("lease: the region belongs to another engine; register the memory with this one too")
@@ -90,7 +90,7 @@ class GrantedLeases:
             raise UsageError("lease: the slice has no bytes")
         whole = region.memory
         part = section(whole.buffer, region.start, region.start + region.nbytes)
-        # A local region is lent to be used; of another no more is lent than its descriptor would open.
+        # A lease of a local region allows reads and writes; another lease allows no more than the region's descriptor.
         memory = self._runtime.rail_set.register(part, whole.access or MAY_ALL)
         try:
             memory.bind(name_of(_key(holder)))
@@ -100,11 +100,11 @@ class GrantedLeases:
         return memory
 
     def void(self, holder: Holder) -> list[tuple[int, int]]:
-        """Return the ranges of numbers that are void for a holder."""
+        """Return the ranges of lease numbers that are void for a holder."""
         return list(self._grants.void(holder))
 
     def ask_back(self, lease: Lease) -> None:
-        """Ask the holder to give a lease back, and end the lease when it has or can no longer use it."""
+        """Ask the holder to give a lease back; end the lease when the holder has, or can no longer use it."""
         holder = _key(lease.holder)
         low, high = self._grants.revoke(holder, lease.number)
         session = self._session_of(holder)
@@ -117,7 +117,7 @@ class GrantedLeases:
         try:
             await session.revoke(lease.number, low, high)
         finally:
-            # A cancelled task is a closed engine's: its endpoints are closed.
+            # This task is cancelled only when the engine is closed, and then its endpoints are closed.
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
@@ -130,7 +130,7 @@ class GrantedLeases:
         lease.end()
 
     async def revoke_all(self, whole: LocalMemory) -> None:
-        """Revoke the leases of one registration."""
+        """Revoke the leases of one registration, and wait until they have ended."""
         leases = tuple(self._live.get(whole, ()))
         for lease in leases:
             lease.begin_revoking()

@@ -1,4 +1,4 @@
-"""One timer for all peers of an engine: they are told that it lives, and those that fell silent are found."""
+"""One timer for all peers of an engine: it tells them that this engine lives, and finds those that fell silent."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["EARLY", "HeartbeatTimer"]
 
 LEAST_S = 0.001
 EARLY = 0.25
-"""Heartbeats that will be due within a quarter of their time go along with one that is."""
+"""Heartbeats that will be due within a quarter of their interval are sent together with one that is due."""
 
 
 class HeartbeatTimer:
-    """Calls each `beat` with the present time; it says when it has to be called again, at the latest.
+    """Calls each `beat` with the present time; it returns when it must be called again, at the latest.
 
-    All are looked at when one is due, so that what they do falls on few moments, however many there are: in one native
-    pass over their pulses (`look_over`), which leaves those alone that have nothing to do. One without a pulse is
-    called each time. `tell` is called before, so that peers that read it see it no later than what is sent. While there
-    is nobody to call there is no timer.
+    When one beat is due, the timer looks at all of them, so the work of any number of peers falls on few moments. One
+    native pass over their pulses (`look_over`) skips the beats that have nothing to do; a beat without a pulse is
+    called each time. `tell` is called before each pass, so that peers that read it see it no later than a sent
+    heartbeat. Without beats there is no timer.
     """
 
     def __init__(self, loop: EventLoop, tell: Callable[[], object] | None = None) -> None:
@@ -36,10 +36,10 @@ class HeartbeatTimer:
         self._changed = Signal(loop)
         self._task: LoopTask | None = None
         self.afterwards: Callable[[float], object] | None = None
-        """Called with the time when all have been: for what is to be done now and then while there are peers."""
+        """Called with the time after each pass, for work that is due now and then while there are peers."""
 
     def add(self, beat: Callable[[float], float], pulse: Pulse | None = None) -> None:
-        """Call it from now on, soon for the first time, whenever its pulse asks for it."""
+        """Call `beat` from now on, first very soon, then whenever its pulse asks for it."""
         self._beats[beat] = pulse
         if self._task is None or self._task.ended:
             self._task = self._loop.spawn(self._run, name="aiote heartbeats")
@@ -47,11 +47,11 @@ class HeartbeatTimer:
             self._changed.set()
 
     def look(self) -> None:
-        """Call them all soon: one may have become due earlier than it said."""
+        """Look at all beats soon: one may have become due earlier than it said."""
         self._changed.set()
 
     def remove(self, beat: Callable[[float], float]) -> None:
-        """Call it no more."""
+        """Stop calling `beat`."""
         self._beats.pop(beat, None)
         if not self._beats:
             self._changed.set()
@@ -73,7 +73,7 @@ class HeartbeatTimer:
                 alarm.close()
 
     def _look(self, now: float) -> float:
-        """Call those that have something to do; return when to look again."""
+        """Call the beats that have something to do; return when to look again."""
         if self._tell is not None:
             self._tell()
         wanted, due = look_over(self._beats, now, EARLY)
@@ -83,13 +83,13 @@ class HeartbeatTimer:
         try:
             return beat(now)
         except Exception as error:
-            # One that fails must not keep the others from being called.
+            # A beat that fails must not keep the others from being called.
             report(error)
             self.remove(beat)
             return math.inf
 
     def _call_afterwards(self, now: float) -> None:
-        """Call what is to be done besides; one that fails is not called again, and no peer is lost for it."""
+        """Call `afterwards`; if it fails it is not called again, and no peer is lost for that."""
         try:
             if self.afterwards is not None:
                 self.afterwards(now)
@@ -98,13 +98,13 @@ class HeartbeatTimer:
             report(error)
 
     def abandon(self) -> None:
-        """Call nobody any more, without waiting for the timer's end."""
+        """Stop calling beats, without waiting for the timer's end."""
         self._beats.clear()
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Call nobody any more."""
+        """Stop calling beats, and wait for the timer's end."""
         self.abandon()
         if self._task is not None:
             await self._task.join()

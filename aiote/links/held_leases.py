@@ -12,10 +12,9 @@ __all__ = ["HeldLeases"]
 
 
 class HeldLeases:
-    """The leases that one peer granted to us: which are void, and what is under way through each.
+    """The leases that one peer granted to us: which are void, and which requests are in flight through each.
 
-    Of every lease that was used there is one flight until it is void, so that requests may start through it without
-    asking here.
+    Each lease that was used has one flight until it is void, so requests may start through it without asking here.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,7 @@ class HeldLeases:
         self._answers: dict[int, Callable[[], object]] = {}
 
     def flight(self, lease: int) -> Flight | None:
-        """Return what is under way through a lease; None where it is void."""
+        """Return the flight of a lease, with the requests in flight through it; None if the lease is void."""
         if lease in self._void:
             return None
         found = self._flights.get(lease)
@@ -37,7 +36,10 @@ class HeldLeases:
         return lease in self._void
 
     def revoke(self, low: int, high: int, lease: int, answer: Callable[[], object]) -> None:
-        """Void a range of leases and cancel what is under way through them; answer when `lease` has nothing left."""
+        """Void a range of leases and cancel the requests in flight through them.
+
+        Calls `answer` once no request through `lease` is in flight; never if `lease` is 0.
+        """
         self._void.add(low, high)
         if self._flights.get(lease):
             self._answers[lease] = answer
@@ -51,7 +53,7 @@ class HeldLeases:
             self._ended(number, flight)
 
     def _ended(self, number: int, flight: Flight, _failed: object = None) -> None:
-        """Forget a void lease, and answer, once nothing is under way through it."""
+        """Forget a void lease, and answer, once no request is in flight through it."""
         if not flight and self._flights.get(number) is flight:
             del self._flights[number]
             answer = self._answers.pop(number, None)

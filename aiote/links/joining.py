@@ -1,4 +1,4 @@
-"""The channels of one session while they are opened, told, and joined to those of the peer."""
+"""The channels of one session while they are opened, told to the peer, and joined to the peer's."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["FULL", "Joining", "pair"]
 
 FULL = "full"
-"""The wire of a rail whose NIC has no endpoint left: nobody speaks it."""
-SLOT = struct.Struct("<iI")  # in a wake-up page: its number and its generation
+"""The wire format of a rail whose NIC has no endpoint left; no rail uses this format."""
+SLOT = struct.Struct("<iI")  # a slot in a wake-up page: its number and its generation
 
 
 def pair(
     runtime: Runtime, connection: Connection, offer: Offer, role: Role, full: Collection[int] = ()
 ) -> list[tuple[int, int]]:
-    """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError.
+    """Return the pairs of (our rail, its rail) to join; both sides compute the same pairs. Raises PeerError.
 
-    `full`: rails of ours that have no endpoint left; of the peer's, such have a wire that nobody speaks.
+    `full`: our rails that have no endpoint left. The peer's full rails have the wire format `FULL`, which matches none.
     """
     ours = {rail.index: rail.wire for rail in runtime.rail_set.rails if rail.index not in full}
     theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
@@ -40,7 +40,7 @@ def pair(
         ours = {number: wire for number, wire in ours.items() if wire not in spares}
     near = {rail.wire for rail in runtime.rail_set.rails if rail.traits.host_only} & set(theirs.values())
     if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
-        # Where there are others, too: shared memory alone is used on one host, and never between two.
+        # If both sides also have other rails: use shared memory alone on one host, and never between two hosts.
         here = offer.host_id == runtime.host_id
         ours, theirs = (
             {number: wire for number, wire in rails.items() if not near or (wire in near) is here}
@@ -62,7 +62,7 @@ def pair(
 
 
 class Joining:
-    """Channels that no link has taken over yet, in the order in which they were told."""
+    """Channels that no link has taken over yet, in the order in which the peer was told of them."""
 
     def __init__(self, runtime: Runtime, control: aio.ControlConnection, arrived: aio.Signal) -> None:
         self._runtime = runtime
@@ -74,7 +74,7 @@ class Joining:
         self.full: set[int] = set()
 
     def reserve(self) -> None:
-        """Take an endpoint of each rail that is scarce, before the peer is told of it. Raises FabricError."""
+        """Reserve an endpoint of each scarce rail before the peer is told of the rail. Raises FabricError."""
         for rail in self._runtime.rail_set.rails:
             if rail.traits.scarce:
                 endpoint = self._runtime.rail_set.reserve(rail.index)
@@ -87,7 +87,7 @@ class Joining:
         return iter(tuple(self._pending))
 
     def close(self) -> None:
-        """Close what no link has taken over. Idempotent."""
+        """Close the channels that no link has taken over. Idempotent."""
         for handover in self._handovers.values():
             handover.close()
         for pending in self._pending:
@@ -118,7 +118,7 @@ class Joining:
         self._control.send(Channel(mine, remote, 0, pending.address, key, base, wakeup))
 
     async def join(self, connection: Connection, link: PeerLink, pending: PendingChannel, channel: Channel) -> None:
-        """Connect a channel to the one that the peer told, and hand it to the link. Raises PeerError, FabricError."""
+        """Connect a channel to the peer's, and hand it to the link. Raises PeerError, FabricError."""
         if (channel.rail_local, channel.rail_remote) != (pending.remote_rail, pending.rail.index):
             raise PeerError(
                 connection.name,
@@ -137,7 +137,7 @@ class Joining:
         self._pending.remove(pending)
 
     async def _hand_over(self, connection: Connection, pending: PendingChannel, address: bytes) -> None:
-        """Pass the peer our wake-up page and ring, and wait for its own."""
+        """Pass our wake-up page and ring to the peer, and wait for the peer's own. Raises PeerError."""
         own = self._runtime.core.wakeup_event
         assert own is not None
         try:

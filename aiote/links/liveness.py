@@ -1,4 +1,7 @@
-"""Whether one peer is alive: heard of late, and moving what is under way toward it."""
+"""Whether one peer is alive: whether it was heard recently, and whether the data in flight toward it moves.
+
+This module owns the decision to lose a silent or stuck peer; `heartbeat_timer` decides when it looks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ __all__ = ["Liveness"]
 
 
 class Liveness:
-    """The heartbeats of one session, both ways, and the looks at its channels."""
+    """The heartbeats of one session, in both directions, and the checks of its channels."""
 
     def __init__(self, runtime: Runtime, send: Callable[[Heartbeat], object]) -> None:
         self._runtime = runtime
@@ -32,7 +35,7 @@ class Liveness:
         self._stalls = StallDetector(interval, self._limit)
 
     def look(self, now: float, connection: Connection, link: PeerLink | None, channels: Channels | None) -> float:
-        """Tell the peer that we live where that is due, lose it where it has been silent; return when to look again."""
+        """Send a heartbeat if one is due, lose the peer if it has been silent; return when to look again."""
         if self.clock.expired(now):
             connection.confirmed = False
             connection.lose(f"it has been silent for {self._limit} s")
@@ -41,7 +44,7 @@ class Liveness:
             channels.tick(now)
         stuck = self._stands_still(now, link, channels)
         if stuck:
-            # What lies in the sockets' buffers may arrive yet, if the connection comes back first.
+            # Bytes in the sockets' buffers may still arrive, if the data connection recovers first.
             connection.confirmed = False
             connection.lose(stuck)
             return math.inf
@@ -53,7 +56,10 @@ class Liveness:
         return min(self.clock.next_deadline(now), math.inf if soon is None else soon)
 
     def _stands_still(self, now: float, link: PeerLink | None, channels: Channels | None) -> str:
-        """Say so where what is under way does not move: the data connection may be lost and this one not."""
+        """Return a reason if data in flight does not move: the data connection may be lost though this one is not.
+
+        With several channels, fail the stuck one instead and return "".
+        """
         if link is None or not self._stalls.due(now):
             return ""
         stuck = self._stalls.look(now, link.under_way(), link.moved)

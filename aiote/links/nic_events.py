@@ -1,7 +1,7 @@
-"""What NICs tell by themselves: a port that goes down or comes back, a queue that has failed.
+"""Events that NICs report by themselves: a port that goes down or comes back, a queue that has failed.
 
-Without it the loss of a cable would be known when the first request has been repeated in vain, a fraction of a second
-later. What has no way to tell such things (libfabric's providers) is not asked.
+Without them the engine would learn of a lost cable only when the first request has been repeated in vain, a fraction of
+a second later. Providers that cannot report such events (libfabric's) are not asked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOWN = {"port down": "its port went down", "removed": "the device was removed", 
 
 
 class RailListener(Protocol):
-    """Who hears, of each link, that a rail has failed."""
+    """Hears, for each link, that a rail has failed."""
 
     def rail_failed(self, link: PeerLink, rail: int, reason: str, queue: int) -> None: ...
 
@@ -43,7 +43,7 @@ class NicEvents:
             raise
 
     def close(self) -> None:
-        """Listen no longer. Idempotent."""
+        """Stop listening. Idempotent."""
         while self._stops:
             self._stops.pop()()
 
@@ -63,7 +63,7 @@ class NicEvents:
                 self._fail(rail, "its queue pair failed", queue)
 
     def _fail(self, rail: Rail, reason: str, queue: int = -1) -> None:
-        """Give up the channels over a rail, or the one that has a queue."""
+        """Fail the channels over a rail, or only the channel that has a queue."""
         for link in tuple(self._runtime.core.peers):
             listener: RailListener = link.tag  # type: ignore[assignment]
             listener.rail_failed(link, rail.index, reason, queue)

@@ -1,4 +1,7 @@
-"""The connections of an engine: who is connected, who connects to us, and that it is one connection a pair."""
+"""The connections of an engine, one for each pair of engines: dialling peers, accepting peers, and finding them.
+
+This module owns the choice between two connections of one pair. It must not know the messages of a session.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ TIDY_S = (0.05, 0.5, 2.0)
 
 
 class ConnectionTable:
-    """All connections of one engine, and the port where others connect."""
+    """All connections of one engine, and the port on which others connect."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -68,18 +71,19 @@ class ConnectionTable:
 
     @property
     def connected(self) -> int:
-        """How many engines are connected now."""
+        """The number of engines that are connected now."""
         return sum(one.connected for one in tuple(self._connections.values()))
 
     def control_streams(self) -> tuple[ByteStream, ...]:
-        """Return the control connections as they are now; `aiote.testing` holds up what they carry."""
+        """Return the present control connections; `aiote.testing` delays their traffic."""
         return tuple(session.stream for session in self._sessions)
 
     # Finding and making peers.
 
     def find(self, target: Peer | Address | str, operation: str = "") -> Connection:
-        """Return the connection to a peer, begun if there is none. Raises UsageError, PeerError for a lost Peer, which
-        names the operation.
+        """Return the connection to a peer; begin one if needed.
+
+        Raises UsageError, and PeerError for a lost Peer, which names the operation.
         """
         if isinstance(target, Peer):
             connection = target._connection
@@ -100,14 +104,14 @@ class ConnectionTable:
         return known if known is not None else self._dial(target)
 
     def known(self, target: Address) -> Connection | None:
-        """Return the connection to an address, if there is one."""
+        """Return the connection to an address, or None."""
         if target.identity != ANYONE:
             known = self._connections.get((target.identity, target.incarnation))
             if known is not None:
                 return known
         else:
             for connection in self._connections.values():
-                # Not where it says that it is: that might be anybody's place.
+                # Compare the places where it was reached. The address that it claims might be another's.
                 if (target.host, target.port) in connection.reached:
                     return connection
         dialled = self._dialling.get((target.host, target.port))
@@ -131,7 +135,7 @@ class ConnectionTable:
         )
 
     async def _keep_dialling(self, connection: Connection, address: Address) -> None:
-        """Make the connection and serve it; where another one between the two is in the way, try again."""
+        """Make the connection and serve it; try again while another connection of the two engines is in the way."""
         reason, busy, kind = "unknown", False, PeerError
         try:
             while not (connection.connected or connection.lost or connection.successor):
@@ -141,7 +145,7 @@ class ConnectionTable:
                 except SessionOver as over:
                     kind = over.kind
                     if not (busy and kind is ConnectTimeoutError):
-                        # Else the last attempt had no time left, and why the others failed says more.
+                        # Otherwise the last attempt only ran out of time, and the earlier attempts' reason says more.
                         reason, busy = str(over), over.busy
                     if not over.busy or self._runtime.loop.time() >= connection.deadline:
                         return
@@ -158,7 +162,7 @@ class ConnectionTable:
             self._attempt_over(connection, reason, kind, busy=busy)
 
     def _attempt_over(self, connection: Connection, reason: str, kind: type[PeerError], *, busy: bool) -> None:
-        """Lose a peer that nothing tries to connect any more; dial again where another connection was in the way."""
+        """Lose a peer once no attempt to connect it is left; dial again if another connection was in the way."""
         connection.attempts -= 1
         if connection.attempts or connection.connected or connection.lost or connection.successor:
             return
@@ -190,7 +194,7 @@ class ConnectionTable:
             raise
 
     async def _on_connection(self, stream: ByteStream, pending: PendingConnection) -> None:
-        """Serve whoever connects to us."""
+        """Serve an engine that connects to this one."""
         if self._ending:
             await stream.aclose()
             return
@@ -228,7 +232,7 @@ class ConnectionTable:
     def _refused(self, reason: str) -> None:
         self._runtime.events.emit("connection.refused", reason=reason)
 
-    # What sessions ask for.
+    # Requests of the sessions.
 
     def admit(
         self,
@@ -239,11 +243,12 @@ class ConnectionTable:
         incarnation: int,
         role: Role,
     ) -> Connection:
-        """Let an authenticated connection be the one of its pair. Raises SessionOver, busy, when another is.
+        """Make an authenticated connection the only one of its pair. Raises SessionOver, busy, if another one is.
 
-        Of two that are being made at once, the one that the engine with the lower identity made wins, on both sides.
-        A later life waits until the earlier one is lost: the key does not prove which of its holders connects. The
-        kernel closes the connections of an engine that has died, or its silence ends them.
+        Of two connections that are made at once, both sides keep the one from the engine with the lower identity. A new
+        incarnation waits until the earlier one is lost, because the key does not prove which of its holders connects:
+        the kernel closes the connections of an engine that has died, or its silence ends them. Raises PeerRefusedError
+        for an incarnation that is older than the connected one.
         """
         pending = self._pending.pop(session, None)
         if pending is not None:
@@ -275,9 +280,9 @@ class ConnectionTable:
         return chosen
 
     def _wins(self, existing: Connection, initiator: bytes) -> bool:
-        """Whether a new connection of `initiator` takes the place of the one that `existing` is being made by.
+        """Whether a new connection from `initiator` replaces the connection attempt of `existing`.
 
-        Never once we have said Ready there, for the other side may use it then.
+        Never once we have sent Ready there, because the other side may use that connection then.
         """
         if existing.session is not None and existing.session.committed:
             return False
@@ -285,13 +290,13 @@ class ConnectionTable:
         return (existing.session is None and rival == initiator) or initiator < rival
 
     def _forget_incarnations(self, connection: Connection) -> None:
-        """Lose the connections that are being made to an earlier life of this engine."""
+        """Lose the connections that are being made to an earlier incarnation of this engine."""
         for other in tuple(self._connections.values()):
             if connection.newer_than(*other.key):
                 other.lose("it was restarted: a new incarnation of it has connected")
 
     def peer_lost(self, connection: Connection) -> None:
-        """Take a lost peer out of the tables."""
+        """Remove a lost peer from the tables."""
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]
         self.inbox.remove(connection)
@@ -303,10 +308,10 @@ class ConnectionTable:
         """Return the ranges of our leases that are void for a holder."""
         return self.leases.void(holder)
 
-    # What the native core has to say.
+    # Reports of the native core.
 
     def on_round(self, failed: list[PeerLink]) -> list[Waiter]:
-        """Take note of links that failed, of channels to look at, and of messages that came; return whom to wake."""
+        """Handle failed links, channels with notices, and arrived messages; return the waiters to wake."""
         core = self._runtime.core
         for link in failed:
             link.tag.data_failed(link)  # type: ignore[attr-defined]
@@ -315,14 +320,14 @@ class ConnectionTable:
         return self.inbox.receivers() if core.inbox else []
 
     def _tidy_up(self) -> None:
-        """Remove what a lost peer may have left in shared memory, if it was killed."""
+        """Remove objects that a lost peer may have left in shared memory, if it was killed."""
         if self._runtime.rail_set.tidy() and not self._tidying:
             self._tidying = True
             self._runtime.spawn(self._tidy_later, name="aiote tidy up")
 
     async def _tidy_later(self) -> None:
         try:
-            # The kernel closes the sockets of a process before its number is free, with all that it had mapped.
+            # A killed process's sockets close before its number and its mappings are gone, so look again later.
             for pause in TIDY_S:
                 await sleep(pause)
                 self._runtime.rail_set.tidy()
@@ -332,19 +337,19 @@ class ConnectionTable:
     # The end.
 
     def _session_of(self, key: tuple[bytes, int]) -> ServingSession | None:
-        """Return the conversation with an engine, however far it has got."""
+        """Return the session with an engine, however far it has got."""
         connection = self._connections.get(key)
         return None if connection is None else connection.session
 
     async def close(self, reason: str) -> None:
-        """Say goodbye to everyone, and stop to listen and to dial."""
+        """Say goodbye to all peers, and stop listening and dialling."""
         self.abandon(reason)
         await self._listener.close()
         await self._runtime.join_tasks()
         await self.heartbeats.close()
 
     def abandon(self, reason: str) -> None:
-        """Lose every peer now, and stop to listen and to dial without waiting for that."""
+        """Lose every peer now, and stop listening and dialling without waiting for that."""
         self._ending = True
         for connection in (*self._connections.values(), *self._dialling.values()):
             connection.lose(reason)
@@ -356,7 +361,7 @@ class ConnectionTable:
         self._runtime.cancel_tasks()
 
     def close_links(self) -> None:
-        """Close every link, and what was granted or received over them."""
+        """Close every link, and end the leases that this engine granted."""
         core = self._runtime.core
         if not core.closed:
             for link in tuple(core.peers):

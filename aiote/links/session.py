@@ -1,10 +1,10 @@
-"""One control connection, from its first byte to its last: who is there, which rails are joined, is it still alive.
+"""One control connection, from its first byte to its last: authentication, joining of rails, liveness.
 
 After authentication both sides send an `Offer`, open an endpoint for each pair of rails and tell it in a `Channel`. A
-side that has joined all its channels says `Mapped`; a side that has heard that makes progress once more and says
-`Ready`; one that has heard Ready may write. The step between is for shm, which must map both ways before anything
-moves (see `greet` in the native peers). The initiator then writes nothing to the other's scratch, which brings up
-connections that providers make lazily.
+side that has joined all its channels sends `Mapped`. A side that has received Mapped makes progress once more and sends
+`Ready`. A side that has received Ready may write. The step of progress is for shm, which both sides must map before any
+byte moves (see `greet` in the native peers). The initiator then sends an empty write to the other's scratch memory,
+which brings up connections that providers make lazily.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ T = TypeVar("T")
 
 
 class SessionOver(Exception):
-    """The connection ended before the peer was connected; the text says why, `busy` that another connection serves, and
-    `kind` which error it is for who wanted the connection.
+    """The connection ended before the peer was connected. The text says why; `busy` means that another connection
+    serves the pair; `kind` is the error for the caller that wanted the connection.
     """
 
     def __init__(self, reason: str, *, busy: bool = False, kind: type[PeerError] = PeerError) -> None:
@@ -79,7 +79,7 @@ class SessionOver(Exception):
 
 
 class SessionHost(Protocol):
-    """What a session needs of the table of connections."""
+    """The part of the table of connections that a session uses."""
 
     heartbeats: HeartbeatTimer
     inbox: Inbox
@@ -96,11 +96,11 @@ class SessionHost(Protocol):
         incarnation: int,
         role: Role,
     ) -> Connection:
-        """Let an authenticated conversation be the one of its pair. Raises SessionOver, busy, when another is."""
+        """Make an authenticated session the only one of its pair. Raises SessionOver, busy, if another one is."""
 
 
 class Session:
-    """The conversation on one stream. `run` is a task's whole life."""
+    """The conversation on one stream. `run` is the whole life of a task."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Session:
     def _on_event(self, event: Event) -> None:
         self._liveness.clock.heard(self._runtime.loop.time())
         if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
-            # Having been heard was all that it was for.
+            # A heartbeat has served its purpose once it was heard.
             self._runtime.heartbeats_heard += 1
             return
         self._events.append(event)
@@ -154,7 +154,7 @@ class Session:
             self._runtime.kick()
 
     async def run(self) -> None:
-        """Establish the peer and serve it until one side is lost. Raises SessionOver where it was never established."""
+        """Establish the peer and serve it until one side is lost. Raises SessionOver if it was never established."""
         self._control.start()
         self._control.flush()
         try:
@@ -175,7 +175,7 @@ class Session:
             await self._control.aclose()
 
     def _reason_of(self, error: Exception) -> str:
-        """Say what an exception means to the peer; one that nobody expected is reported, for it is our mistake."""
+        """Return the reason that an exception gives the peer; report an unexpected one, because it is our mistake."""
         if isinstance(error, PeerError):
             return error.reason
         if isinstance(error, AioteError | MemoryError):
@@ -185,7 +185,7 @@ class Session:
 
     @contextmanager
     def _losing_on_error(self) -> Iterator[None]:
-        """Lose the peer for whatever is raised within: nobody else could, and half a peer would stay."""
+        """Lose the peer for any exception within: no other code could, and a half-working peer would stay."""
         try:
             yield
         except SessionOver as over:
@@ -205,13 +205,13 @@ class Session:
         self._control.end(reason)
 
     def supersede(self) -> None:
-        """Give way to another connection between the two engines, and tell the other side that it is for that."""
+        """Give way to another connection between the two engines, and tell the other side that this is why."""
         self._control.send(Bye(BUSY))
         self._verdict = SessionOver(BUSY, busy=True)
         self._control.end(BUSY)
 
     def discard(self) -> None:
-        """Close what this conversation opened and nobody took over. Idempotent."""
+        """Close the link and channels that this session opened and no connection took over. Idempotent."""
         if self._link is not None and (
             self.connection is None or not self.connection.connected or self.connection.link is not self._link
         ):
@@ -220,7 +220,7 @@ class Session:
         self._given_back.set()
 
     async def _expect(self, kind: type[T]) -> T:
-        """Wait for the next event or message of a kind."""
+        """Wait for the next event or message of a kind. Raises SessionOver when the connection ends before."""
         while True:
             if self._verdict is not None:
                 raise self._verdict
@@ -236,7 +236,7 @@ class Session:
             await self._arrived.wait()
 
     def _dispatch(self, item: object) -> None:
-        """Take what may come at any time."""
+        """Handle an event or message that may come at any time."""
         match item:
             case Refusal():
                 whose = "this engine refused it" if item.by_us else "it refused"
@@ -267,11 +267,11 @@ class Session:
             raise SessionOver(str(error)) from error
 
     def release(self, transfer: Operation) -> bool:
-        """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
+        """Fail the rails that hold a cancelled transfer; return False if no rail was failed."""
         return self.channels is not None and self.channels.release(transfer)
 
     def notice(self, link: PeerLink) -> None:
-        """Look at the channels of a link that the native core has something to say about."""
+        """Handle the notices of the native core about the channels of a link."""
         with self._losing_on_error():
             for number, errnum in link.notices():
                 if self.channels is not None and self.connection is not None and not self.connection.lost:
@@ -280,7 +280,7 @@ class Session:
                     self.link_failed(f"the data connection failed: {error_text(errnum)}")
 
     def rail_failed(self, link: PeerLink, rail: int, reason: str, queue: int) -> None:
-        """Give up what goes over one of our rails, or, where `queue` is the number of one, its channel alone."""
+        """Fail the channels over one of our rails; if `queue` is not negative, only the channel that has this queue."""
         if self.channels is None or self.connection is None or self.connection.lost:
             return
         with self._losing_on_error():
@@ -344,11 +344,11 @@ class Session:
         return offer
 
     async def _join_channels(self, connection: Connection, offer: Offer) -> PeerLink:
-        """Open, tell, hear and join the channels, then let both sides know; return the link that may be written to."""
+        """Open, tell, hear and join the channels, then greet on both sides; return the link, which may be written."""
         runtime = self._runtime
         pairs = pair(runtime, connection, offer, self._role, self._joining.full)
         self._tell_full(connection, offer)
-        # From here on a revocation has to be told by itself.
+        # From here on each revocation must be sent on its own.
         self._void_leases_sent = True
         for low, high in self._host.void_leases(connection.key):
             self._control.send(Revoke(0, low, high))
@@ -357,8 +357,8 @@ class Session:
         self._joining.release_reserved()
         link = self._link = runtime.core.add_peer(self)
         runtime.admit_source(connection.key, link)
-        # Of several the loss of one is not the peer's, nor where it takes no more than a request that failed. But what
-        # is mapped is never made anew: shared memory fails with its process, or for a lie.
+        # With several channels, losing one does not lose the peer; nor does losing the only one if one failed request
+        # costs it (`fragile`). But shared memory, which fails only with its process or for a lie, is never mapped anew.
         traits = [runtime.rail_set.rails[mine].traits for mine, _ in pairs]
         survivable = (len(pairs) > 1 or traits[0].fragile) and not any(one.host_only for one in traits)
         link.expect(len(pairs), runtime.config.schedule == "round-robin", survivable)
@@ -386,7 +386,7 @@ class Session:
         return link
 
     def _tell_full(self, connection: Connection, offer: Offer) -> None:
-        """Let it be known that a peer is served by a slower rail, and whose NIC it is that has no endpoint left."""
+        """Emit an event for each NIC, ours or the peer's, without an endpoint left: a slower rail serves the peer."""
         for number in self._joining.full:
             rail = self._runtime.rail_name(number)
             reason = "the NIC has no endpoint left for it (aiote doctor names the limit)"
@@ -397,9 +397,9 @@ class Session:
                 self._runtime.events.emit("rail.full", peer=connection.name, rail=theirs.name, reason=reason)
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
-        """Return when the peer has nothing under way through a lease and starts nothing, or its channels are closed."""
+        """Wait until the peer starts no request through a lease and has none in flight, or its channels are closed."""
         if not self._void_leases_sent:
-            # It is told with all that is void before the first channel is opened.
+            # The peer is told of all void leases before the first channel is opened; this lease is among them.
             return
         limit = self._runtime.config.drain_timeout
         self._revoking.add(lease)
@@ -417,7 +417,7 @@ class Session:
             await self._given_back.wait()
 
     async def _probe(self, connection: Connection, link: PeerLink, channels: int) -> None:
-        """Write nothing, to bring up what providers connect lazily; a provider may never say that nobody is there."""
+        """Send empty writes that bring up lazy connections; a provider may never report that the peer is absent."""
         self._probing = True
         try:
             for probe in [connection.probe(link, number) for number in range(channels)]:
@@ -430,21 +430,21 @@ class Session:
             self._probing = False
 
     def data_failed(self, link: PeerLink) -> None:
-        """Take note that a link has failed."""
+        """Record that a link has failed."""
         rail = self._runtime.rail_name(link.failed_rail)
         where = f" on rail {rail}" if rail else ""
         if link.failed == errno.ENOTCONN and rail and self._runtime.rail_set.rails[link.failed_rail].traits.host_only:
-            # Its gate, which is seen sooner than its last message is heard.
+            # The peer has shut its gate, which is seen before its last message is heard.
             self.link_failed(f"it has closed its end of the data connection{where}")
         else:
             self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
 
     def link_failed(self, reason: str) -> None:
-        """Take note that the data path is gone."""
+        """Record that the data path is gone."""
         self._give_up(reason)
 
     async def _serve(self) -> None:
-        """Be connected, and keep the connection alive until it ends; however that is, the peer is lost then."""
+        """Mark the peer as connected and serve its connection until that ends; the peer is lost then, in any case."""
         connection = self.connection
         assert connection is not None
         try:
@@ -465,14 +465,14 @@ class Session:
             self._given_back.set()
 
     def _beat(self, now: float) -> float:
-        """Return when to look again."""
+        """Check the liveness of the peer; return when to check again."""
         assert self.connection is not None
         with self._losing_on_error():
             return self._liveness.look(now, self.connection, self._link, self.channels)
         return math.inf
 
     async def _receive(self) -> None:
-        """Take the messages that came; wait for one if there is none."""
+        """Handle the messages that have arrived; wait for one if there is none. Raises SessionOver at the end."""
         if not self._events and not self._control.ended:
             await self._arrived.wait()
         while self._events:
@@ -485,5 +485,5 @@ class Session:
 KEY_CODES = {RefusalCode.KEY_REQUIRED, RefusalCode.KEY_UNEXPECTED, RefusalCode.WRONG_KEY}
 BUSY = "another connection between these two engines serves"
 ALIVE = "an earlier life of this engine is connected, and has not fallen silent"
-GAVE_UP = 2  # the code of a Failed that says why no connection was made
+GAVE_UP = 2  # the code of a Failed that tells why no connection was made
 HINT = "; check that both sides are engines, with TLS on both or on neither"

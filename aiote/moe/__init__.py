@@ -1,6 +1,7 @@
-"""Mixture of experts: tokens go to the ranks that have their experts, and what these return comes back summed.
+"""Mixture of experts: send tokens to the ranks that hold their experts, and return the experts' results summed.
 
-`async with aiote.moe.open_group(engine, members, rank, config) as moe:` on every rank, then `dispatch` and `combine`.
+Every rank enters `async with aiote.moe.open_group(engine, members, rank, config) as moe:`, then calls `dispatch` and
+`combine`.
 See docs/moe.md.
 """
 

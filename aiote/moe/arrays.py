@@ -1,6 +1,6 @@
-"""Arrays of users as lines of bytes, and memory as arrays for users: NumPy's, and torch's on the CPU.
+"""Views of the user's arrays as lines of bytes, and of memory as arrays for the user: NumPy's, and torch's on the CPU.
 
-torch is never imported: whoever has a tensor has done that.
+This module never imports torch, because a caller that has a tensor has already imported it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RAW = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 def zeros(nbytes: int) -> Bytes:
-    """Return memory that begins at a multiple of 64; pages of it that nobody touches cost nothing."""
+    """Return zeroed memory that begins at a multiple of 64; pages that are never touched cost no memory."""
     memory = np.zeros(nbytes + ALIGNED, np.uint8)
     start = -memory.ctypes.data % ALIGNED
     return memory[start : start + nbytes]
@@ -47,10 +47,10 @@ def _described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, 
 
 
 def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Bytes:
-    """Return an array as lines of bytes (rows, bytes), in place, one for each of its last dimension.
+    """Return an array as lines of bytes (rows, bytes), in place: one line for each slice along its last dimension.
 
-    The last dimension lies together; other strides may be any. None in `shape` is any length. A type is also taken for
-    another of its size that is unsigned, as raw bytes are. Raises UsageError.
+    The last dimension must be contiguous; other strides must not be negative. None in `shape` allows any length. The
+    array must have the type `dtype`, or, as raw bytes, the unsigned type of the same size. Raises UsageError.
     """
     address, found, strides, name = _described(what, array)
     size = ITEMSIZES[dtype]
@@ -72,7 +72,7 @@ def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> B
 
 
 def plain(what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...]) -> NDArray[Any]:
-    """Return a small array of numbers as NumPy's. Raises UsageError."""
+    """Return a small array of numbers as a NumPy array, without a copy. Raises UsageError for another shape or type."""
     _, found, _, name = _described(what, array)
     if found != shape or name not in names:
         raise aiote.UsageError(f"{what}: expected {' or '.join(names)} of shape {shape}, got {name} {found}")
@@ -80,12 +80,12 @@ def plain(what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...])
 
 
 def same_memory(array: Any, rows: Bytes) -> bool:
-    """Whether lines of bytes are those that begin at `rows`, in the same steps."""
+    """Return whether lines of bytes begin at the same address as `rows` and have the same strides."""
     return bool(array.ctypes.data == rows.ctypes.data and array.strides == rows.strides)
 
 
 def _of_device(rows: Any, at: int, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    """Return elements of lines in a GPU's memory that lie together; no line is shorter than a multiple of 16 bytes."""
+    """Return elements of contiguous lines in a GPU's memory; the length of a line is a multiple of 16 bytes."""
     if hasattr(like, "data_ptr"):
         torch = sys.modules["torch"]
         whole = torch.as_tensor(rows, device=like.device).view(getattr(torch, dtype))
@@ -101,9 +101,10 @@ def _raw(dtype: str) -> np.dtype[Any]:
 
 
 def elements(rows: Any, at: int, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    """Return elements that lie at byte `at` of each of the rows, as an array of the kind that `like` is.
+    """Return a view of the elements that begin at byte `at` of each row, as an array of the kind of `like`.
 
-    In NumPy types that it has not are what `like` has if its elements are as large, else raw unsigned numbers.
+    If NumPy lacks the type, the elements have the type of `like`, provided that this is named `dtype`, else the
+    unsigned type of the same size.
     """
     size = ITEMSIZES[dtype]
     if not isinstance(rows, np.ndarray):

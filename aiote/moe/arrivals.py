@@ -1,7 +1,7 @@
-"""Waiting for the writes of other ranks, counted by immediates.
+"""Counters for the writes of other ranks, by immediates, and waits for them.
 
-Where a lost rank breaks the group one count for all ranks is enough. Where it is masked each rank's writes count by
-themselves: a count over all would not tell whose write is missing.
+With on_loss="raise" one count over all ranks is enough. With on_loss="mask" each rank has a count of its own, because a
+count over all ranks would not tell whose write is missing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["ALL", "KINDS", "Arrivals", "Immediates"]
 
 KINDS = (ROUTE, PAYLOAD, ANSWER)
 ALL = -1
-"""In place of a rank: the count of all ranks together."""
+"""A key in place of a rank: the count of all ranks together."""
 Lost = Callable[[int | None], BaseException | None]
 Near = Callable[[int | None], None]
 
 
 class Immediates:
-    """The immediates of a rank in one epoch, which others write with; closed with it, after the counters."""
+    """The immediates that others write to this rank with, in one epoch. Closed with the epoch, after the counters."""
 
     def __init__(self, engine: aiote.Engine, lanes: int, sources: int) -> None:
-        """Reserve them. `sources`: how many ranks count by themselves; 0 for one count of all of them."""
+        """Reserve the immediates. `sources`: the number of ranks with counts of their own; 0 for one count over all."""
         self._blocks: dict[int, aiote.ImmediateBlock] = {}
         try:
             for rank in range(sources) if sources else (ALL,):
@@ -37,24 +37,24 @@ class Immediates:
         self.firsts = {rank: block.first for rank, block in self._blocks.items()}
 
     def first_of(self, rank: int) -> int:
-        """Return the first of the immediates that a rank writes with."""
+        """Return the first of the immediates that a rank writes with; -1 for an unknown rank."""
         return self.firsts.get(rank, self.firsts.get(ALL, -1))
 
     def allow(self, rank: int, peer: aiote.Peer) -> None:
-        """Count what a rank writes with its own."""
+        """Count a rank's writes with its immediates from now on."""
         self._blocks[rank if rank in self._blocks else ALL].allow(peer)
 
     def close(self) -> None:
-        """Give them back. Idempotent."""
+        """Release the immediates. Idempotent."""
         for block in self._blocks.values():
             block.close()
 
 
 class Arrivals:
-    """The counters of one lane in one epoch; closed with it."""
+    """The counters of one lane in one epoch. Closed with the epoch."""
 
     def __init__(self, engine: aiote.Engine, lane: int, firsts: Mapping[int, int]) -> None:
-        """Open them; `firsts` are the ranks' first immediates (`Immediates.firsts`)."""
+        """Open the counters; `firsts` are the ranks' first immediates (`Immediates.firsts`)."""
         self._separate = ALL not in firsts
         self._sources = tuple(firsts)
         self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
@@ -69,17 +69,18 @@ class Arrivals:
     async def wait(
         self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost, near: Near | None = None
     ) -> list[int]:
-        """Wait until so many writes of each rank have come, and return the ranks of which all have.
+        """Wait until each rank has made the writes that it owes (`needs`), and return the ranks that have.
 
-        `lost(rank)` returns an error when a rank will not write any more, `lost(None)` when nobody needs to be waited
-        for; the first one leaves that rank out, the second is raised. `near(rank)` is called when that rank alone is
-        waited for, `near(None)` when any one rank is. A wait that is cancelled or lost leaves counts of no use.
+        `lost(rank)` returns an error when that rank will write no more; the wait then leaves the rank out. `lost(None)`
+        returns an error when the whole wait is in vain; the wait then raises it. `near(rank)` is called before the wait
+        for that rank alone, `near(None)` when one write is missing and its rank is unknown. After a cancelled or lost
+        wait the counts are unusable.
         """
         parity = parity if kind != ANSWER else 0
         if not self._separate:
             counter, need = self._counters[kind, parity, ALL], sum(needs.values())
             if near is not None and counter.value < need:
-                # Who is late is asked only where somebody is: it costs one more turn of the loop.
+                # Look for the late rank only if one is late: this costs one more turn of the event loop.
                 await counter.wait_unless(need - 1, lambda: lost(None))
                 near(None)
                 need = 1
@@ -101,17 +102,17 @@ class Arrivals:
     def surplus(self, parity: int, kinds: Iterable[int]) -> set[int]:
         """Return the ranks, or ALL, whose counters are not at zero after the waits of a round.
 
-        A rank is one round ahead at most, and answers a round only after this one has begun it: so these counts cannot
-        be of a later round.
+        These counts cannot belong to a later round, because another rank is at most one round ahead, and answers a
+        round only after this rank has begun it.
         """
         slots = [(kind, parity if kind != ANSWER else 0) for kind in kinds]
         return {source for source in self._sources for slot in slots if self._counters[*slot, source].value}
 
     def wake(self) -> None:
-        """Have all waits look again whether they are lost."""
+        """Make all waits call `lost` again."""
         for counter in self._counters.values():
             counter.wake_waits()
 
     def close(self) -> None:
-        """Free the immediates; what came on them and was not waited for is dropped."""
+        """Close the counters; counts that no wait has consumed are dropped."""
         self._opened.close()

@@ -1,4 +1,4 @@
-"""What a rank's experts have to compute in a round."""
+"""The rows that a rank's experts get in a round."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Batch:
     """The rows of a round for this rank's experts: views of the group's memory, valid until `combine`.
 
     In layout "grouped" `x` is (experts of the rank, rows, hidden), and expert i has the first `expert_num_tokens[i]`
-    rows; in "contiguous" (rows, hidden), and its rows begin at `offsets[i]`; in "rank" (ranks, tokens, hidden), and
-    rank r has sent the first `source_num_tokens[r]`. Rows lie in the order of source rank, token and k; what lies
-    between them is undefined. `scales` lie alike. What the experts return goes to `y`, or to `combine` in its shape.
+    rows. In "contiguous" it is (rows, hidden), and expert i's rows begin at `offsets[i]`. In "rank" it is (ranks,
+    tokens, hidden), and rank r has sent the first `source_num_tokens[r]`. Rows are in the order of source rank, token
+    and k; the content between them is undefined. `scales` has the same layout. The caller puts the experts' results
+    into `y`, or passes an array of that shape to `combine`.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class Batch:
     ) -> None:
         self.round = round
         self.dropped = dropped
-        """Which of this rank's own (tokens, k) were dropped, None where none was."""
+        """Which of this rank's own rows (tokens, k) were dropped; None if no row was."""
         self.active = active
         """Which ranks take part (ranks,)."""
         self.demand = plan.demand
-        """How many `rows` would have been enough."""
+        """The value of `rows` that is enough for this round."""
         self._plan, self._sizes, self._memory, self._like = plan, sizes, memory, like
         self._lead = {
             "grouped": (sizes.held(plan.me), sizes.rows),
@@ -60,7 +61,7 @@ class Batch:
 
     @property
     def scales(self) -> Any:
-        """Their scales; None where there are none."""
+        """The tokens' scales; None with `scales=0`."""
         config = self._sizes.config
         if not config.scales:
             return None
@@ -69,39 +70,39 @@ class Batch:
 
     @property
     def y(self) -> Any:
-        """Where the experts may put what they return; `combine` takes it from there without a copy."""
+        """Memory that the experts may put their results into; `combine` sends them from there without a copy."""
         config = self._sizes.config
         return elements(self._memory.y, 0, (*self._lead, config.hidden), config.out_dtype, self._like)
 
     @property
     def answered(self) -> NDArray[np.bool_] | None:
-        """Of which ranks the sums have what the experts returned (ranks,), once `combine` is over; None before."""
+        """Whose experts' results the sums include (ranks,), once `combine` has ended; None before."""
         return self.round.answered
 
     @property
     def expert_num_tokens(self) -> NDArray[np.int32]:
-        """How many rows each of the rank's experts has (experts of the rank,)."""
+        """How many rows each of this rank's experts has (experts of the rank,)."""
         return self._plan.expert_rows().astype(np.int32)
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Where each expert's rows begin, in all of the layout's rows, and behind them the end."""
+        """The first row of each of this rank's experts, among all rows of the layout, and then the last one's end."""
         return self._plan.offsets()
 
     @property
     def source_num_tokens(self) -> NDArray[np.int32]:
-        """How many rows each rank has sent (ranks,); with copies by rank, tokens."""
+        """How many rows each rank has sent to this one (ranks,); with copies by rank, how many tokens."""
         return self._plan.sent[:, self._plan.me].astype(np.int32)
 
     @property
     def expert_source_tokens(self) -> NDArray[np.int32]:
-        """How many rows of each of the rank's experts are of each rank (experts of the rank, ranks), in that order."""
+        """How many rows each of this rank's experts has from each source rank (experts of the rank, ranks)."""
         plan = self._plan
         return plan.kept[:, plan.me, : self._sizes.held(plan.me)].T.astype(np.int32)
 
     @property
     def token(self) -> NDArray[np.int32]:
-        """Which token of its rank each row is (...), as `source` says at greater cost; undefined between rows."""
+        """The number of each row's token at its source (...), undefined between rows; `source` costs more."""
         rows: NDArray[np.int32] = elements(
             self._memory.placed, self._sizes.token_at, (*self._lead, 1), "int32", np.empty(0, np.int32)
         )
@@ -109,19 +110,19 @@ class Batch:
 
     @property
     def topk_ids(self) -> Any:
-        """Of layout "rank": which of the rank's experts each token is for (ranks, tokens, k), -1 for other ranks'."""
+        """In layout "rank": which of this rank's experts each token is for (ranks, tokens, k); -1 for other ranks'."""
         return self._memory.topk_ids
 
     @property
     def topk_weights(self) -> Any:
-        """The weights of each row's token (..., k), as its source gave them."""
+        """The weights of each row's token (..., k), as the source gave them."""
         top_k = self._sizes.config.top_k
         shape = (*self._lead, top_k)
         return elements(self._memory.placed, self._sizes.weights_at, shape, "float32", np.empty(0, np.float32))
 
     @property
     def source(self) -> NDArray[np.int32]:
-        """Where each row comes from: rank, token and k (..., 3), -1 where there is no row; k is 0 in layout "rank"."""
+        """The origin of each row: rank, token and k (..., 3), -1 where there is no row; k is 0 in layout "rank"."""
         sizes, plan = self._sizes, self._plan
         placed = self._memory.on_host(self._memory.placed)
         found = np.full((len(placed), 3), -1, np.int32)
@@ -143,11 +144,11 @@ class Batch:
 
 
 def _slots(named: NDArray[np.bool_], tokens: NDArray[np.int32]) -> list[int]:
-    """Return the k of each row of an expert: of a token that names it more than once, one after another."""
+    """Return the k of each row of an expert; the rows of a token that names it more than once get its ks in order."""
     slots: list[int] = []
     earlier = 0
     for line, token in enumerate(tokens.tolist()):
         earlier = earlier + 1 if line and tokens[line - 1] == token else 0
-        # What is in a row is its source's: it may lack what the counts say.
+        # The source wrote the row's content, which may lack an id that its counts promise.
         slots.append(int(next(iter(np.flatnonzero(named[line])[earlier:]), -1)))
     return slots

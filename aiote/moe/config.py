@@ -1,8 +1,8 @@
-"""What a group of ranks agrees on, and the sizes that follow from it. Pure: all ranks compute the same from the same.
+"""The config that all ranks of a group share, and the sizes that follow from it. Pure: it knows no engine or memory.
 
-Experts lie on ranks in order: rank r of R has experts r * L to (r + 1) * L, with L = ceil(experts / R), so the last
-ranks may have fewer or none. A row on the wire is a token's `hidden` elements, its scales, and behind them what says
-where it comes from:
+Every rank computes the same sizes from the same config. Experts are assigned to ranks in order: rank r of R holds
+experts r * L to (r + 1) * L, with L = ceil(experts / R), so the last ranks may hold fewer experts or none. A row on the
+wire is a token's `hidden` elements, its scales, and a tail that identifies the token:
 
     | hidden elements | pad to 4 | scales | pad to 4 | token u32 | top_k ids i32 | top_k weights f32 | pad to 16 |
 """
@@ -47,24 +47,27 @@ def round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """What is dispatched, and how; the same on every rank of a group.
+    """The description of a group's tokens and of their transport; it is the same on every rank of a group.
 
-    experts: of all ranks together. top_k: experts that a token names. hidden: elements of a token. tokens: of one rank
-    in one round, at most; ranks may have fewer, and none. dtype, scales, scale_dtype: a token's elements, and how many
-    scales travel beside them; the bytes are moved and never interpreted. out_dtype: what experts return.
+    experts: their number over all ranks. top_k: experts that a token names. hidden: elements of a token. tokens: the
+    most that one rank sends in a round; a rank may send fewer or none. dtype, scales, scale_dtype: the type of a
+    token's elements, the number of scales beside them, and their type; bytes are moved and never interpreted.
+    out_dtype: the type of the experts' results.
 
-    layout: "grouped" (experts of a rank, rows, hidden), "contiguous" (rows, hidden), each expert from a multiple of
-    `align` on, or "rank" (ranks, tokens, hidden), a token once for each rank. rows: receive capacity, of an expert
-    ("grouped") or of a rank ("contiguous"); None is enough for tokens that name no expert twice. on_overflow: "raise"
-    MoeOverflowError on every rank, or "drop" the last rows of each expert, in the order of source rank, token and k.
+    layout: "grouped" (experts of a rank, rows, hidden), "contiguous" (rows, hidden), where each expert's rows begin at
+    a multiple of `align`, or "rank" (ranks, tokens, hidden), where each rank gets a token once. rows: the receive
+    capacity of an expert ("grouped") or of a rank ("contiguous"); by default enough for tokens that name no expert
+    twice. on_overflow: "raise" MoeOverflowError on every rank, or "drop" the last rows of each expert, in the order of
+    source rank, token and k.
 
-    placement: "packed" (one write to a peer, shuffled by the receiver) or "direct" (each row written to its place);
-    "auto" is "direct" for tokens of 2 KiB and more, where it can be. private: rows of the "packed" receive region that
-    each source has for itself; what goes beyond waits for the counts of all ranks. None: all of them. copies: a token
-    goes once to each "expert", or once to each "rank" that has one of its experts. reduce: weights are applied at the
-    "source", or each rank sums what its experts return, at the "expert"; that needs copies="rank" and rounds twice.
+    placement: "packed" (one write to each peer, which then places the rows) or "direct" (one write for each row, to its
+    final place); "auto" is "direct" for tokens of 2 KiB and more, where the config allows it. private: rows of the
+    "packed" receive region that are reserved for each source; rows beyond them wait for the counts of all ranks. None
+    reserves all rows. copies: send a token once to each "expert", or once to each "rank" that holds one of its experts.
+    reduce: apply weights at the "source", or at the "expert", where each rank sums its own experts' results; "expert"
+    needs copies="rank" and rounds twice.
 
-    lanes: rounds that may be under way at once. on_loss: "raise" PeerLostError, or "mask" a lost rank and go on.
+    lanes: rounds that may be in flight at once. on_loss: "raise" PeerLostError, or "mask" a lost rank and go on.
     """
 
     experts: int
@@ -87,14 +90,14 @@ class MoeConfig:
     on_loss: Literal["raise", "mask"] = "raise"
 
     def __post_init__(self) -> None:
-        """Check everything. Raises UsageError."""
+        """Check each field, then their combinations. Raises UsageError."""
         _check_numbers(self)
         _check_choices(self)
         _check_together(self)
 
     @property
     def digest(self) -> bytes:
-        """What two ranks compare: 16 bytes, equal for equal configs."""
+        """The 16 bytes that two ranks compare; equal configs have equal digests."""
         return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).digest()
 
 
@@ -139,7 +142,7 @@ def _check_choices(config: MoeConfig) -> None:
 
 
 def _check_together(config: MoeConfig) -> None:
-    """Refuse what does not go together, and say why."""
+    """Refuse fields that exclude each other. Raises UsageError with the reason."""
     whole = config.layout == "rank"
     wrong = (
         (
@@ -175,10 +178,10 @@ def _check_together(config: MoeConfig) -> None:
 
 
 class Sizes:
-    """The sizes of a config on so many ranks; of all ranks alike, so that each knows where another's memory is."""
+    """The sizes of a config on a number of ranks. All ranks have the same, so each knows the layout of the others."""
 
     def __init__(self, config: MoeConfig, ranks: int) -> None:
-        """Compute them. Raises UsageError for a number of ranks that cannot be."""
+        """Compute the sizes. Raises UsageError for an impossible number of ranks."""
         if not 1 <= ranks <= MAX_RANKS:
             raise UsageError(f"{ranks} ranks: expected from 1 to {MAX_RANKS}")
         self.config, self.ranks = config, ranks
@@ -192,7 +195,7 @@ class Sizes:
             and config.private is None
             and config.hidden * ITEMSIZES[config.dtype] >= DIRECT_BYTES
         )
-        # A row.
+        # The layout of a row, in bytes.
         self.x_bytes = config.hidden * ITEMSIZES[config.dtype]
         self.scales_at = round_up(self.x_bytes, 4)
         self.scale_bytes = config.scales * ITEMSIZES[config.scale_dtype]
@@ -202,7 +205,7 @@ class Sizes:
         self.row = round_up(self.weights_at + 4 * config.top_k, 16)
         self.y_bytes = config.hidden * ITEMSIZES[config.out_dtype]
         self.y_row = round_up(self.y_bytes, 16)
-        # How many rows there are of what.
+        # Numbers of rows.
         self.sent = config.tokens * (min(config.top_k, ranks) if by_rank else config.top_k)
         full = config.tokens if by_rank else config.tokens * config.top_k
         self.private = min(config.private or full, full)
@@ -222,14 +225,14 @@ class Sizes:
     def _count_answers(self) -> None:
         config = self.config
         self.answers = self.sent if config.reduce == "expert" else config.tokens * config.top_k
-        # Where ranks are masked, each has slots of its own for all that it writes, its answers as well.
+        # With on_loss="mask" each rank has slots of its own for everything that it writes, including its answers.
         self.apart = config.on_loss == "mask"
         of_rank = config.tokens if config.reduce == "expert" else config.tokens * min(config.top_k, self.local)
         self.answers_of_rank = min(self.answers, of_rank)
         self.answer_lines = self.ranks * self.answers_of_rank if self.apart else self.answers
 
     def for_ranks(self, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return rows for each rank, of rows for each expert."""
+        """Return the rows for each rank (ranks,), from the rows for each expert (experts,)."""
         padded = np.zeros(self.ranks * self.local, np.int64)
         padded[: self.config.experts] = experts
         found: NDArray[np.int64] = padded.reshape(self.ranks, self.local).sum(1)
@@ -238,7 +241,8 @@ class Sizes:
     def most_of_source(self) -> tuple[int, int]:
         """Return the most rows that a source may have for one expert and for one rank.
 
-        There is a limit where ranks may differ about what the others send: with so many of each all rows fit.
+        There is a limit with on_loss="mask", because ranks may then know different counts of the other ranks. While
+        every source stays within it, all rows fit.
         """
         config = self.config
         if config.on_loss == "raise" or self.whole:
@@ -248,7 +252,7 @@ class Sizes:
         return NO_LIMIT, config.tokens * min(config.top_k, self.local)
 
     def may_overflow(self, experts: NDArray[np.int64]) -> bool:
-        """Whether the rows of one source are more than that."""
+        """Return whether the rows of one source (experts,) exceed `most_of_source`."""
         of_expert, of_rank = self.most_of_source()
         return bool((experts > of_expert).any() or (self.for_ranks(experts) > of_rank).any())
 
@@ -257,5 +261,5 @@ class Sizes:
         return min(rank * self.local, self.config.experts)
 
     def held(self, rank: int) -> int:
-        """Return how many experts a rank has."""
+        """Return how many experts a rank holds."""
         return self.first(rank + 1) - self.first(rank)

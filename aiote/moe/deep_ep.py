@@ -1,12 +1,13 @@
 """DeepEP's low-latency `Buffer` over `aiote.moe`, on torch CPU tensors: `from aiote.moe import deep_ep`.
 
-The names, arguments and returned tuples are those of DeepEP's `Buffer` (1.2), which UCCL, NIXL and Mooncake copied. See
-docs/moe.md for what differs. Every rank makes the same calls in the same order, as there.
+The names, arguments and returned tuples are those of DeepEP's `Buffer` (1.2), which UCCL, NIXL and Mooncake copied.
+docs/moe.md lists the differences. Every rank makes the same calls in the same order, as with DeepEP.
 
-A dispatch is a round of a group that is opened by the first one of its shape; each group has two lanes, so two
-dispatches may wait for their combine. DeepEP lets a program dispatch without a combine, and combine twice with one
-handle. A round of `aiote.moe` has one of each: so a round that nobody combined is ended when its lane is needed, and a
-handle whose round is over is dispatched anew, which puts every row where it was, for their order is always the same.
+A dispatch is a round of a group; the first dispatch of a shape opens the group for that shape. Each group has two
+lanes, so two dispatches may wait for their combine. DeepEP lets a program dispatch without a combine, and combine twice
+with one handle, but a round of `aiote.moe` has exactly one of each. Therefore a round without a combine is ended when
+its lane is needed, and a combine with a handle whose round is over dispatches anew. The order of rows is always the
+same, so each row then has its earlier place.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ __all__ = ["Buffer", "EventOverlap", "topk_idx_t"]
 topk_idx_t = torch.int64
 LANES = 2
 BLOCK = 4
-"""So many groups, of the 32 that an engine can be in, a buffer may have: two shapes, with fp8 and without."""
+"""How many of an engine's 32 groups a buffer may have: enough for two shapes, with and without fp8."""
 
 OPEN_TIMEOUT = 100.0
-"""Seconds after which DeepEP's own kernels give a rank up."""
+"""Seconds after which DeepEP's own kernels give up on a rank."""
 
 _blocks: set[int] = set()
 _lock = threading.Lock()
 
 
 class EventOverlap:
-    """What stands for a CUDA event: `current_stream_wait()` waits for a call that was made with `async_finish`."""
+    """The replacement of a CUDA event: `current_stream_wait()` waits for a call that was made with `async_finish`."""
 
     def __init__(self, event: Callable[[], None] | None = None) -> None:
         self.event = event
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Wait until the results of the call are there. Does nothing for a call that has waited, or has a hook."""
+        """Wait until the results of the call are there. Return at once if the call has waited, or returned a hook."""
         if self.event is not None:
             self.event()
         if release_handle:
@@ -60,11 +61,11 @@ class EventOverlap:
 
 
 class Buffer:
-    """One rank's part in low-latency dispatches and combines; in any thread, one call at a time.
+    """One rank's part in low-latency dispatches and combines. Any thread may call it; calls run one at a time.
 
-    Ranks find each other by `group`, of torch.distributed, or `comm`, of mpi4py: their engines' addresses are gathered.
-    Without either, `members` has the addresses of all ranks in order, and `rank` is this one's; this process's is
-    `aiote.bridge.acquire(**settings).engine.address`, where `settings` are those of the engine.
+    Ranks find each other by `group`, of torch.distributed, or `comm`, of mpi4py, which gather their engines' addresses.
+    Without either, `members` has the addresses of all ranks in order, and `rank` is this rank's number. The address of
+    this process is `aiote.bridge.acquire(**settings).engine.address`, where `settings` are the engine's.
     """
 
     num_sms = 20
@@ -88,14 +89,14 @@ class Buffer:
         settings: Mapping[str, Any] | None = None,
         open_timeout: float | None = OPEN_TIMEOUT,
     ) -> None:
-        """Find the other ranks; memory is registered by the first dispatch of a shape, `num_rdma_bytes` at most.
+        """Find the other ranks. The first dispatch of each shape registers memory, at most `num_rdma_bytes` in all.
 
-        With `enable_shrink` a rank that is lost is masked; without, it makes every rank's calls raise PeerLostError.
-        num_nvl_bytes, num_qps_per_rank and allow_* are taken and mean nothing here. block: of several buffers in a
-        process each needs another number, from 0 to 7, the same on all ranks; gathered with the addresses if there is
-        something to gather with. open_timeout: so many seconds the first dispatch of a shape waits for that of the
-        others, and raises ConnectTimeoutError that names those without; None for ever. Raises UsageError without
-        `low_latency_mode`, which is all there is.
+        With `enable_shrink` a lost rank is masked; without, it makes every rank's calls raise PeerLostError.
+        num_nvl_bytes, num_qps_per_rank and allow_* are accepted and have no effect. block: each of several buffers in a
+        process needs a number of its own, from 0 to 7, the same on all ranks; `group` or `comm` agree on it if there is
+        one. open_timeout: seconds that the first dispatch of a shape waits for the same dispatch of the other ranks;
+        then it raises ConnectTimeoutError, which names the ranks that have not come. With None it waits without a
+        limit. Raises UsageError without `low_latency_mode`, because only the low-latency calls exist.
         """
         if not low_latency_mode:
             raise aiote.UsageError("Buffer: only the low-latency calls are here: low_latency_mode=True is needed")
@@ -136,15 +137,15 @@ class Buffer:
                 raise aiote.UsageError(f"block={self._block}: another buffer's, or not from 0 to 7")
             _blocks.add(self._block)
 
-    # What needs no other rank.
+    # Calls that need no other rank.
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return how many bytes are registered at most for dispatches of this shape, with fp8 and without.
+        """Return the most bytes that are registered for dispatches of this shape, with fp8 and without together.
 
-        For any top-k and either `enable_shrink`, so of a usual top-k about half of it is needed.
+        It is enough for any top-k and for either value of `enable_shrink`; a usual top-k needs about half of it.
         """
         shape = num_max_dispatch_tokens_per_rank, hidden, num_experts, min(num_experts, 1024)
         return max(
@@ -154,20 +155,24 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Take note of a number that means nothing here. Raises UsageError for an odd one."""
+        """Store a number that has no effect here. Raises UsageError for an odd one."""
         if new_num_sms % 2:
             raise aiote.UsageError("set_num_sms: the number is even")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Return an event that is over: what the calling thread has done, it has done."""
+        """Return an event that has occurred already, because the calling thread has done all its earlier work."""
         return EventOverlap()
 
     # Groups.
 
     def _shape(self, tokens: int, hidden: int, experts: int, top_k: int, fp8: bool) -> Shape:
-        """Return the group for dispatches of a shape, opened by the first one, on all ranks."""
+        """Return the group for dispatches of a shape; the first call for a shape opens it, on all ranks.
+
+        Raises UsageError if `num_rdma_bytes` or the number of shapes is exceeded, or if the experts cannot be divided
+        by the ranks; ConnectTimeoutError and others as `open_group`.
+        """
         key = tokens, hidden, experts, top_k, int(fp8)
         if key not in self._shapes:
             self._require_open()
@@ -192,7 +197,7 @@ class Buffer:
             raise aiote.ClosedError("the buffer is destroyed")
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """End the groups of other shapes than this one, on all ranks; of this one there is nothing to clean."""
+        """Close the groups of all other shapes; every rank calls it. The groups of this shape need no cleaning."""
         with self._lock:
             for key, shape in tuple(self._shapes.items()):
                 if key[:3] != (num_max_dispatch_tokens_per_rank, hidden, num_experts):
@@ -200,9 +205,9 @@ class Buffer:
                     shape.close()
 
     def destroy(self) -> None:
-        """Leave all groups and give the memory back; handles, and results that were not waited for, are of no use.
+        """Leave all groups and release the memory. Handles, and results that were not waited for, become unusable.
 
-        What is not destroyed lives until the process ends. Idempotent.
+        A buffer that is not destroyed lives until the process ends. Idempotent.
         """
         with self._lock:
             for shape in self._shapes.values():
@@ -229,17 +234,17 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
-        """Send tokens to the ranks of their experts; return what this rank's experts got, and a handle to combine.
+        """Send tokens to the ranks of their experts; return the rows of this rank's experts, and a handle to combine.
 
-        x (tokens, hidden) bfloat16, topk_idx (tokens, k) int64, -1 for no expert; `x` may be changed at once. Returns
-        recv_x, recv_count, handle, event, hook. recv_x (experts of the rank, ranks * num_max, hidden) bfloat16; with
-        `use_fp8` float8_e4m3fn, and beside it scales (..., hidden / 128) float32 or, with `use_ue8m0`, (..., hidden /
-        512) int32, of which the last two dimensions are in column-major order. recv_count (experts of the rank,) int32;
-        rows beyond it are undefined. Rows lie in the order of source rank and token.
+        x (tokens, hidden) bfloat16, topk_idx (tokens, k) int64, -1 for no expert; the caller may change `x` at once.
+        Returns recv_x, recv_count, handle, event, hook. recv_x (experts of the rank, ranks * num_max, hidden) is
+        bfloat16. With `use_fp8` it is a pair: these rows as float8_e4m3fn, and scales (..., hidden / 128) float32 or,
+        with `use_ue8m0`, (..., hidden / 512) int32, with their last two dimensions in column-major order. recv_count
+        (experts of the rank,) int32; rows beyond it are undefined. Rows are in the order of source rank and token.
 
-        Results are there when this returns; with `async_finish` once the event was waited for, with `return_recv_hook`
-        once the hook was called, from any thread. Rows travel meanwhile, whatever this thread does. Raises UsageError,
-        PeerLostError, GroupBrokenError; interrupted, it breaks the group for all ranks.
+        The results are complete when this returns; with `async_finish`, once a thread has waited for the event; with
+        `return_recv_hook`, once any thread has called the hook. Rows travel meanwhile, whatever this thread does.
+        Raises UsageError, PeerLostError, GroupBrokenError. An interruption breaks the group for all ranks.
         """
         _refuse(dispatch_wait_recv_cost_stats is not None, "dispatch_wait_recv_cost_stats: waits are not told by rank")
         _refuse(async_finish and return_recv_hook, "async_finish and return_recv_hook exclude each other")
@@ -268,13 +273,13 @@ class Buffer:
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Send back what the experts returned; return for each token the weighted sum of it.
+        """Send the experts' results back; return for each token their weighted sum.
 
-        x (experts of the rank, ranks * num_max, hidden) bfloat16, free again when this returns; with `zero_copy` what
-        was put into `get_next_low_latency_combine_buffer(handle)` is sent. topk_idx is what was dispatched, in which
-        some may be -1 now: these add nothing. topk_weights (tokens, k) float32. The sum is of float32 in the order of
-        k, rounded once, in `out` if given. Returns the sums, event and hook, as of `low_latency_dispatch`, and raises
-        alike.
+        x (experts of the rank, ranks * num_max, hidden) bfloat16; the caller may change it once this returns. With
+        `zero_copy` the content of `get_next_low_latency_combine_buffer(handle)` is sent instead. topk_idx holds the
+        dispatched ids; some may be -1 now, and add nothing. topk_weights (tokens, k) float32. The sum is computed in
+        float32 in the order of k, and rounded once, into `out` if given. Returns the sums, and event and hook as
+        `low_latency_dispatch`; raises the same errors.
         """
         _refuse(use_logfmt, "use_logfmt: answers travel as bfloat16, in which nothing is lost")
         _refuse(combine_wait_recv_cost_stats is not None, "combine_wait_recv_cost_stats: waits are not told by rank")
@@ -294,7 +299,7 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> torch.Tensor:
         """Return the memory (experts of the rank, ranks * num_max, hidden) that the next combine sends from.
 
-        To be filled, and sent by a combine with `zero_copy` and this handle before any other call.
+        The caller fills it, and must call combine with `zero_copy` and this handle before any other call.
         """
         made = _of(handle)
         made.finish()
@@ -304,7 +309,7 @@ class Buffer:
     # Masks.
 
     def _lost(self) -> set[int]:
-        """Return the ranks that take no part any more."""
+        """Return the ranks that are masked in any group of this buffer."""
         for shape in self._shapes.values():
             self._masked |= {rank for rank, active in enumerate(shape.held.moe.active.tolist()) if not active}
         return self._masked
@@ -313,7 +318,10 @@ class Buffer:
         _refuse(not self.enable_shrink, "masks need a buffer with enable_shrink=True")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Set `mask_status` (ranks,) int32 to 1 for each rank that is masked, 0 for others. Raises UsageError."""
+        """Set `mask_status` (ranks,) int32 to 1 for each masked rank, 0 for the others.
+
+        Raises UsageError without `enable_shrink`, and for another size or type.
+        """
         self._require_shrink()
         fits = mask_status.numel() == self.group_size and mask_status.dtype == torch.int32
         _refuse(not fits, f"mask_status: int32 of {self.group_size} is expected")
@@ -322,7 +330,11 @@ class Buffer:
         mask_status.view(-1).copy_(torch.tensor([int(rank in lost) for rank in range(self.group_size)]))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Go on without a rank. Raises UsageError to unmask one: its connection is closed; make another buffer."""
+        """With `mask`, go on without a rank; without, check that the rank is not masked.
+
+        Raises UsageError for a masked rank without `mask`: its connection is closed, so unmasking it needs a new
+        buffer. Also raises UsageError without `enable_shrink`, and for this rank.
+        """
         self._require_shrink()
         _refuse(not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank, f"no other rank: {rank_to_mask}")
         with self._lock:
@@ -334,7 +346,7 @@ class Buffer:
                 _refuse(rank_to_mask in self._lost(), f"rank {rank_to_mask} is masked for as long as this buffer lives")
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Do nothing where no rank is masked. Raises UsageError where one is, as `low_latency_update_mask_buffer`."""
+        """Check that no rank is masked. Raises UsageError if one is, as `low_latency_update_mask_buffer`."""
         self._require_shrink()
         with self._lock:
             lost = sorted(self._lost())
@@ -366,7 +378,7 @@ def _of(handle: tuple[Any, ...]) -> Dispatched:
 
 
 def _told(finish: Pending[Any], event: bool, hook: bool) -> tuple[EventOverlap, Callable[[], None] | None]:
-    """Return how the caller wants to wait; who does not want to has waited."""
+    """Return an event and a hook for a caller that asked for one of them; for any other, wait now."""
     if hook:
         return EventOverlap(), finish
     if event:

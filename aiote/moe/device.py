@@ -1,12 +1,13 @@
-"""The kernels of `aiote.moe` for a GPU: what `kernels` does with NumPy's arrays, done with those in a GPU's memory.
+"""The kernels of `aiote.moe` for a GPU: the functions of `kernels`, for arrays in a GPU's memory.
 
-`open_kernels` chooses. kernels.cuh is the source, which NVRTC compiles when they open; cupy, imported then and nowhere
-else, loads and launches it. Kernels run on cupy's current stream, in the order of the calls, which return at once.
-Nothing is allocated after opening, so that calls can be captured in a graph.
+`open_kernels` chooses between the two. The source is kernels.cuh, which NVRTC compiles when the kernels are opened.
+cupy loads and launches them; only this module imports it, and only then. Kernels run on cupy's current stream, in the
+order of the calls, which return at once. The calls allocate no memory, so that they can be captured in a graph.
 
-Flags let a host and kernels wait for each other without a synchronization: a call with `raises=n` sets `words[n]` to
-the number of the round once all that it wrote can be seen, and one with `waits=n` begins when the host has done the
-same. A round begins with `numbered(..., begins=True)`. The host aborts what waits by `words[0] = 1`.
+Flags let the host and kernels wait for each other without a synchronization. A call with `raises=n` sets `words[n]` to
+the number of the round once the host can see all that the call wrote. A call with `waits=n` begins its work when the
+host has set `words[n]` in the same way. A round begins with `numbered(..., begins=True)`. The host aborts waiting
+kernels by `words[0] = 1`.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ __all__ = [
 
 SOURCE = Path(__file__).with_name("kernels.cuh")
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""What NVRTC is told besides the architecture. The sums' own intrinsics already exclude fused products."""
+"""Options for NVRTC besides the architecture. The instructions of the sums (add.rn, mul.rn) cannot be fused anyway."""
 FLAGS = 8
-"""Words for flags; the first is to abort."""
+"""The number of words for flags; the first one aborts."""
 SHARED_BYTES = 48 << 10
-"""What a block has without asking for more, on every GPU."""
+"""The shared memory that a block has on every GPU without requesting more."""
 ALIGNED = 64
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Span:
-    """Memory that a kernel reaches, as an array describes itself to one."""
+    """Memory that kernels can access, described by the interface of CUDA arrays."""
 
     def __init__(self, described: dict[str, Any], owner: Any = None) -> None:
         self.__cuda_array_interface__ = described
@@ -62,13 +63,13 @@ class Span:
         strides: tuple[int, ...] | None = None,
         owner: Any = None,
     ) -> Span:
-        """Describe elements at an address, in memory that lives for as long as its owner."""
+        """Describe elements at an address, in memory that lives as long as its owner."""
         described = {"data": (address, False), "shape": shape, "typestr": typestr, "strides": strides, "version": 3}
         return cls(described, owner)
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Span:
-        """Describe an array of NumPy's, in memory that is the launcher's `host`."""
+        """Describe a NumPy array in memory from the launcher's `host`."""
         return cls(array.__array_interface__, array)
 
     def __len__(self) -> int:
@@ -78,13 +79,13 @@ class Span:
         return self.first(len(range(len(self))[rows]))
 
     def first(self, rows: int) -> Span:
-        """Return as many rows."""
+        """Return the first `rows` rows."""
         described = self.__cuda_array_interface__
         return Span({**described, "shape": (rows, *described["shape"][1:])}, self._owner)
 
 
 class Launcher(Protocol):
-    """Where kernels run, and whose memory they use."""
+    """The interface of a place where kernels run, with its memory."""
 
     interface: str
     """The attribute by which an array in that memory describes itself."""
@@ -92,26 +93,26 @@ class Launcher(Protocol):
     """Threads of a block."""
 
     def zeros(self, length: int, dtype: type[Any]) -> Any:
-        """Return an array in that memory."""
+        """Return an array of zeros in that memory."""
 
     def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
-        """Return zeros in memory of the host that kernels reach at the same address, from a multiple of 64 on."""
+        """Return zeros in host memory, aligned to 64 bytes, that kernels can access at the same address."""
 
     def fetch(self, array: Any) -> NDArray[Any]:
-        """Return a copy of an array, once what was launched before has ended."""
+        """Return a copy of an array, once all kernels launched before have ended."""
 
     def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
-        """Run a kernel, all of whose parameters have 8 bytes, with so many bytes of shared memory."""
+        """Launch a kernel with `shared` bytes of shared memory; each of its parameters has 8 bytes."""
 
 
 class CudaLauncher:
-    """A GPU, by cupy."""
+    """A GPU, through cupy."""
 
     interface: str = "__cuda_array_interface__"
     threads: int = 256
 
     def __init__(self, device: int) -> None:
-        """Compile the kernels for a GPU and load them. Raises UsageError where there is no cupy or no such GPU."""
+        """Compile the kernels for a GPU and load them. Raises UsageError without cupy, and if there is no such GPU."""
         try:
             import cupy
             import cupyx
@@ -131,12 +132,12 @@ class CudaLauncher:
             self._module.compile()
 
     def zeros(self, length: int, dtype: type[Any]) -> Any:
-        """Return memory of the GPU."""
+        """Return zeros in the GPU's memory."""
         with self._device:
             return self._cupy.zeros(length, dtype)
 
     def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
-        """Return pinned memory of the host."""
+        """Return zeros in pinned host memory."""
         nbytes = length * np.dtype(dtype).itemsize
         memory: NDArray[np.uint8] = self._pinned(nbytes + ALIGNED, np.uint8)
         memory[...] = 0
@@ -144,7 +145,7 @@ class CudaLauncher:
         return memory[start : start + nbytes].view(dtype)
 
     def fetch(self, array: Any) -> NDArray[Any]:
-        """Return a copy of an array of the GPU, once the current stream has come this far."""
+        """Return a copy of an array in the GPU's memory, once the current stream has reached this call."""
         with self._device:
             found: NDArray[Any] = self._cupy.asnumpy(array)
             return found
@@ -157,7 +158,7 @@ class CudaLauncher:
 
 
 class _Lines(NamedTuple):
-    """Rows, as kernels take them."""
+    """Rows of bytes, in the form that kernels take."""
 
     address: int
     stride: int
@@ -166,47 +167,51 @@ class _Lines(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What the numbers that describe a round follow from."""
+    """The constants that `describe` computes the numbers of a round with."""
 
     local: int
-    """Experts of a rank."""
+    """The experts of a rank."""
     me: int
     most: int
-    """Rows, or copies, that a rank gets at once, each of `row` bytes; the first lies at `at`."""
+    """The most rows, or copies, that are written to a rank at once, each of `row` bytes; row 0 is at `at`."""
     row: int
     at: int
     of_expert: int
-    """Of more rows for an expert, or for a rank, nothing is written, not even the route of `route` bytes."""
+    """With more rows for an expert, or for a rank, nothing is written, not even the route of `route` bytes."""
     of_rank: int
     route: int
 
 
 class Told(NamedTuple):
-    """Where what describes a round is put."""
+    """The arrays that `describe` fills for a round."""
 
     kept: Any
-    """The weights."""
+    """A copy of the weights."""
     mirror: Any
-    """The numbers of rows; and those of copies, None where rows are sent."""
+    """The positions of rows; `copy_mirror` gets those of copies by rank, if copies are sent."""
     copy_mirror: Any
     route: Any
-    """The total, and `counts`."""
+    """The total of rows, then the rows for each expert and the copies for each rank."""
     lengths: Any
-    """The bytes to write to each other rank, from the one behind this on, where they begin, and those of the route."""
+    """For each other rank, from the next higher one on: the bytes of rows to write to it, where they begin (`here`),
+    and the bytes of the route (`routed`)."""
     here: Any
     routed: Any
 
 
 class GpuKernels:
-    """The functions of `kernels`, which take the same arguments: rows are two-dimensional arrays of uint8.
+    """The functions of `kernels`, with the same arguments: rows are two-dimensional arrays of uint8.
 
-    Small arrays of numbers lie together. What a call was given must live until the stream has come by it.
+    Small arrays of numbers must be contiguous. The caller keeps all arguments of a call until the stream has run it.
     """
 
     def __init__(
         self, launcher: Launcher, experts: int, ranks: int, *, threads: int | None = None, blocks: int = 1024
     ) -> None:
-        """Allocate what calls need, for so many experts and ranks. Blocks are at most so many, of so many threads."""
+        """Allocate the memory that calls need, for this many experts and ranks.
+
+        A launch has at most `blocks` blocks of `threads` threads; by default the launcher chooses the threads.
+        """
         threads = launcher.threads if threads is None else threads
         self._launcher, self._threads, self._blocks = launcher, threads, blocks
         self._kinds = experts + ranks
@@ -215,7 +220,7 @@ class GpuKernels:
         self._large = self._shared(self._kinds) > SHARED_BYTES
         self._work = launcher.zeros(threads // 32 * self._kinds if self._large else 0, np.uint32)
         self.words: NDArray[np.uint32] = launcher.host(FLAGS, np.uint32)
-        """The flags, in memory of the host."""
+        """The flags, in host memory."""
         self._flags = self.words.ctypes.data, self._of(self._state, "<u4")
 
     def numbered(
@@ -224,7 +229,7 @@ class GpuKernels:
     ) -> tuple[Any, Any]:  # fmt: skip
         """Number rows, or copies by rank, into `out`; return the rows for each expert and the copies for each rank.
 
-        ids: int32, uint32 or int64. What is returned is overwritten by the next call.
+        ids: int32, uint32 or int64. The next call overwrites the returned arrays. Raises UsageError for other ids.
         """
         rows, copies = self._rows[:experts], self._copies[:ranks]
         (tokens, top_k), kind = self._shape(ids), self._described(ids)["typestr"]
@@ -240,10 +245,10 @@ class GpuKernels:
         self, ids: Any, weights: Any, numbered: tuple[Any, Any], counts: tuple[Any, Any], bounds: Bounds, tail: Any,
         told: Told, *, raises: int = 0,
     ) -> None:  # fmt: skip
-        """Say what was numbered: `counts` is what `numbered` has returned, for the same ids.
+        """Fill `told` from the results of `numbered` for the same ids: `counts` is its return value.
 
-        `numbered` are the numbers of rows and of copies by rank, None where rows are sent; `tail` (tokens, 4 + 8 * k)
-        is what travels behind each token.
+        `numbered` holds the positions of rows, and those of copies by rank, or None if rows are sent. `tail` (tokens,
+        4 + 8 * k) gets the bytes that travel behind each token.
         """
         (rows, copies), (position, copy) = counts, numbered
         (tokens, top_k), kind, behind = self._shape(ids), self._described(ids)["typestr"], self._lines(tail)
@@ -261,7 +266,7 @@ class GpuKernels:
         self, sent: Any, own: Any, first: int, last: int, at: Any, x: Any, scales: Any, tail: Any, scales_at: int,
         tail_at: int, *, waits: int = 0, raises: int = 0,
     ) -> None:  # fmt: skip
-        """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it."""
+        """Make rows of tokens: copy token t, its scales and its tail, to each row that `at` (tokens, k) names."""
         to, mine = self._lines(sent), self._lines(own)
         numbers = [to.address, to.stride, mine.address, mine.stride, first, last, self._of(at, "<i4"), *self._shape(at)]
         for part, place in ((x, None), (scales, scales_at), (tail, tail_at)):
@@ -271,7 +276,7 @@ class GpuKernels:
         self._launch("moe_pack", tokens * top_k, 0, [*numbers, *self._flags, waits, raises])
 
     def copy_runs(self, to: Any, source: Any, runs: Any, nbytes: int, *, waits: int = 0, raises: int = 0) -> None:
-        """Copy the first bytes of rows, for each run (row there, row here, count)."""
+        """Copy the first `nbytes` of rows, for each run (row in `to`, row in `source`, count)."""
         there, here = self._lines(to), self._lines(source)
         numbers = [there.address, there.stride, here.address, here.stride, self._of(runs, "<i8"), self._shape(runs)[0]]
         self._launch("moe_copy_runs", there.rows, 0, [*numbers, nbytes, *self._flags, waits, raises])
@@ -280,7 +285,7 @@ class GpuKernels:
         self, to: Any, source: Any, nbytes: int, ids: Any, first: int, base: Any, room: Any, places: Any, seen: Any,
         *, waits: int = 0, raises: int = 0,
     ) -> None:  # fmt: skip
-        """Copy each copy of `source` to the place of every expert that it is for: ids (copies, k), of all experts."""
+        """Copy each copy in `source` to the place of every expert that it is for: ids (copies, k), of all experts."""
         copies, top_k = self._shape(ids)
         held = self._shape(base)[0]
         numbers = [self._of(ids, "<i4"), copies * top_k, first, held, self._of(base, "<i8"), self._of(room, "<i8")]
@@ -288,7 +293,7 @@ class GpuKernels:
         shared, work = self._counters(held)
         self._launch("moe_places", 1, shared, [*numbers, work, *self._flags, waits])
         nothing = source[:, :0]
-        # It waits, too: in a round that was aborted there are no places.
+        # This kernel waits as well, because an aborted round has no places.
         self.pack(to, to, 0, 0, places, source[:, :nbytes], nothing, nothing, 0, 0, waits=waits, raises=raises)
 
     def combine(
@@ -297,8 +302,8 @@ class GpuKernels:
     ) -> None:  # fmt: skip
         """Sum rows: line i of `out` becomes the sum over k of `weights[i, k]` times row `places[i, k]`, skipping -1.
 
-        Without weights rows are summed as they are. `accumulate` adds what is there already, last. Where elements do
-        not lie at multiples of their size they are read byte by byte.
+        Without weights rows are summed unchanged. `accumulate` adds the previous content of `out`, last. Elements that
+        are not aligned to their size are read byte by byte.
         """
         to, found, size = self._lines(out), self._lines(rows), SIZES[dtype]
         tokens, top_k = self._shape(places)
@@ -309,14 +314,14 @@ class GpuKernels:
         self._launch(f"moe_combine_{dtype}", pieces, 0, [*numbers, *self._flags, waits, raises])
 
     def _launch(self, name: str, blocks: int, shared: int, arguments: list[int]) -> None:
-        # Also with nothing to do: a flag must be raised all the same.
+        # Launch a block even without work, because it must raise the flag.
         self._launcher.launch(name, max(1, min(blocks, self._blocks)), self._threads, shared, arguments)
 
     def _shared(self, kinds: int) -> int:
         return 4 * (self._threads // 32) * (1 + kinds)
 
     def _counters(self, kinds: int) -> tuple[int, int]:
-        """Return the bytes of shared memory that counters for so many kinds need, and where they are if not there."""
+        """Return the bytes of shared memory for `kinds` counters, and the counters' address if they do not fit."""
         if kinds > self._kinds:
             raise UsageError(f"{kinds} kinds of rows for kernels that were opened for {self._kinds}")
         return (self._shared(0), self._of(self._work, "<u4")) if self._large else (self._shared(kinds), 0)
@@ -331,7 +336,7 @@ class GpuKernels:
         return tuple(self._described(array)["shape"])
 
     def _of(self, array: Any, typestr: str) -> int:
-        """Return where an array of numbers lies, after checking that they lie together."""
+        """Return the address of a contiguous array of numbers. Raises UsageError for any other array."""
         found = self._described(array)
         size, strides = int(found["typestr"][2:]), found.get("strides")
         together = [size * int(np.prod(found["shape"][axis + 1 :])) for axis in range(len(found["shape"]))]
@@ -340,7 +345,7 @@ class GpuKernels:
         return int(found["data"][0])
 
     def _lines(self, array: Any) -> _Lines:
-        """Return rows of bytes as kernels take them."""
+        """Return rows of bytes in the form that kernels take. Raises UsageError for any other array."""
         found = self._described(array)
         rows, nbytes = found["shape"]
         strides = found.get("strides") or (nbytes, 1)
@@ -350,7 +355,7 @@ class GpuKernels:
 
 
 def open_launcher(device: int | Launcher | None) -> Launcher | None:
-    """Return where kernels run: on a GPU by its number, or as a launcher of the caller's does it; None for the CPU.
+    """Return a launcher for a GPU, by its number, or the caller's own launcher; None for the CPU.
 
     Raises UsageError as `open_kernels`.
     """
@@ -358,8 +363,8 @@ def open_launcher(device: int | Launcher | None) -> Launcher | None:
 
 
 def open_kernels(device: int | None, experts: int, ranks: int) -> GpuKernels | ModuleType:
-    """Return kernels for a GPU, or, for None, those for NumPy's arrays.
+    """Return the kernels for a GPU, or, for None, those for NumPy's arrays.
 
-    Raises UsageError where a GPU is asked for and there is no cupy or no such GPU.
+    Raises UsageError for a GPU without cupy, and if there is no such GPU.
     """
     return kernels if device is None else GpuKernels(CudaLauncher(device), experts, ranks)

@@ -1,17 +1,17 @@
-"""Rounds whose tokens lie in a GPU's memory: the same protocol, with kernels on the GPU and a proxy that posts.
+"""Rounds whose tokens are in a GPU's memory: the same protocol, with kernels on the GPU and a thread that posts.
 
-What NICs read and write, the inbox and the outbox, is pinned memory of the host: whether a rail reaches memory of the
-GPU is not asked. Kernels pack into it and place out of it themselves, so nothing is copied by the host. What users see
-(`x`, `y`, `out`) is in the GPU's memory, and is theirs in the order of the stream: no step waits for the GPU but for
-the counts of this rank's own tokens.
+The inbox and the outbox, which NICs read and write, are pinned host memory, so no rail needs access to the GPU's
+memory. Kernels pack into the outbox and place out of the inbox themselves; the host moves only the rows that go beyond
+the private parts. The user's arrays (`x`, `y`, `out`) are in the GPU's memory, and are valid in the order of the
+stream. A step waits for the GPU only for the counts of this rank's own tokens, and for rows that the host must read.
 
-A step launches kernels, of which the last raises a flag with the number of the round, and submits writes that a native
-thread posts then (`PreparedScatter.submit_when`); their lengths are what a kernel has written by that time. Memory is
-used again in the order of the stream: a rank's route leaves once a kernel that comes after all of the last round's has
-run, and it is that route, or an answer that was posted in the same way, that permits others to write again.
+A step launches kernels; the last one raises a flag with the number of the round. The step also submits writes, which a
+native thread posts when the flag is raised (`PreparedScatter.submit_when`), with lengths that a kernel has written by
+then. Memory is reused in the order of the stream: a kernel that runs after all kernels of the last round releases this
+rank's route. Only that route, or an answer posted in the same way, permits others to write again.
 
-What others see is what a rank on a CPU does, write for write, so both kinds are of one group. Rows that are written in
-place are copied from there into the GPU's memory, once all have come; what experts return, to where it is written from.
+A rank with a GPU makes the same writes as a rank on a CPU, so a group may have both. Rows that were written in place
+are copied into the GPU's memory once all have come; the experts' results are copied to where they are written from.
 """
 
 from __future__ import annotations
@@ -45,22 +45,25 @@ if TYPE_CHECKING:
 __all__ = ["DeviceLane", "DeviceRound"]
 
 ROUTED, PACKED, ANSWERED, IDLE = range(1, 5)
-"""The flags: what a rank says of a round is written; its rows are packed; its answers are; nothing is left to run."""
+"""The flags: a rank's counts of a round are written; its rows are packed; its answers are packed; all kernels ran."""
 
 FAULTS = (errno.ERANGE, errno.EPROTO)
-"""What is wrong with numbers or flags that a GPU has written."""
+"""The errors of writes whose numbers or flags, which a GPU has written, are impossible."""
 KERNELS_S = 60.0
-"""So long a reset, and a group that is left, wait for kernels that wait behind other work of their stream."""
+"""Seconds that a reset, and leaving the group, wait for kernels that are queued behind other work of their stream."""
 _kept: list[DeviceLane] = []
 
 
 def keep(*lanes: DeviceLane) -> None:
-    """Keep the memory of lanes until the GPU is through with it, also of those of earlier calls."""
+    """Keep the memory of these lanes until the GPU no longer uses it, and release that of earlier calls once idle."""
     _kept[:] = [lane for lane in (*_kept, *lanes) if not lane.idle]
 
 
 def described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
-    """Return where an array of a GPU lies, its shape, its strides in bytes, and the name of its type."""
+    """Return the address of an array in a GPU's memory, its shape, its strides in bytes, and the name of its type.
+
+    Raises UsageError for any other array.
+    """
     if hasattr(array, "data_ptr") and array.device.type != "cpu":
         size = array.element_size()
         strides = tuple(size * stride for stride in array.stride())
@@ -70,13 +73,16 @@ def described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, .
         raise aiote.UsageError(f"{what}: an array in the GPU's memory is expected, got {type(array).__name__}")
     kind, shape = np.dtype(found["typestr"]), tuple(found["shape"])
     together = tuple(kind.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-    # What has no name in that interface is raw bytes.
+    # A type that has no name in that interface is described as raw bytes.
     name = RAW[kind.itemsize] if kind.kind == "V" and kind.itemsize in RAW else kind.name
     return found["data"][0], shape, tuple(found.get("strides") or together), name
 
 
 def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Span:
-    """Return an array as lines of bytes, in place, as `arrays.lines` does; they are all equally far apart."""
+    """Return an array as lines of bytes, in place, as `arrays.lines` does. All lines must be equally far apart.
+
+    Raises UsageError.
+    """
     address, found, strides, name = described(what, array)
     size = ITEMSIZES[dtype]
     fits = len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
@@ -91,16 +97,16 @@ def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: st
 
 
 class DeviceKernels:
-    """The functions of `kernels` that the steps of a round share, for lines in memory of the GPU or of the host.
+    """The functions of `kernels` that the steps of a round share, for lines in the GPU's or in host memory.
 
-    Small arrays of the host's are kept in memory that the GPU reaches until the next round.
+    Small NumPy arrays are copied into memory that the GPU can access, and kept there until the next round.
     """
 
     def __init__(self, gpu: GpuKernels, scratch: NDArray[np.int64]) -> None:
         self._gpu, self._scratch, self._taken = gpu, scratch, 0
 
     def begin(self) -> None:
-        """Begin a round: what the last one has kept is not needed any more."""
+        """Begin a round, which overwrites the arrays that the last round kept."""
         self._taken = 0
 
     def _kept(self, array: NDArray[Any]) -> Span:
@@ -111,7 +117,7 @@ class DeviceKernels:
         return Span.of(kept.reshape(array.shape))
 
     def copy_runs(self, to: Any, source: Any, runs: NDArray[np.int64], nbytes: int, *, raises: int = 0) -> None:
-        """Copy the first bytes of rows, for each run (row there, row here, count)."""
+        """Copy the first `nbytes` of rows, for each run (row in `to`, row in `source`, count)."""
         self._gpu.copy_runs(_reached(to), _reached(source), self._kept(runs), nbytes, raises=raises)
 
     def combine(
@@ -133,7 +139,7 @@ def _reached(rows: Any) -> Any:
 
 
 class DeviceLane(Lane):
-    """What the rounds of a lane have in common, and what its kernels tell the host."""
+    """The state of a lane that its rounds share, and the numbers that its kernels write for the host."""
 
     def __init__(self, group: MoeGroup, number: int) -> None:
         super().__init__(group, number)
@@ -143,10 +149,10 @@ class DeviceLane(Lane):
         self.launcher = launcher
         self.gpu = GpuKernels(launcher, config.experts, sizes.ranks)
         self.turn = 0
-        """The number of the last round that was launched, as flags have it."""
+        """The number of the last launched round, as flags have it: it wraps at 32 bits."""
         items = config.tokens * config.top_k
-        # Two sets of runs for each source, each by expert; and places, of copies also those of every source, twice, and
-        # their weights.
+        # Scratch for three sets of runs, of three numbers for each source and expert, and for places. With copies by
+        # rank also for the places of every source's copies, twice, and their weights.
         places = items if config.copies == "expert" else items + 2 * (sizes.ranks + 1) * (items + 1)
         scratch = launcher.host(3 * 3 * sizes.ranks * sizes.local + places + 64, np.int64)
         self.kernels = DeviceKernels(self.gpu, scratch)
@@ -167,16 +173,16 @@ class DeviceLane(Lane):
         self.in_order[...] = np.arange(config.tokens)
         self.poison = launcher.host(sizes.row, np.uint8)
         self.poison[...] = 0xFF
-        # Of the other ranks, from the one behind this on.
+        # For the other ranks, from the next higher one on.
         self.others = [(group.rank + 1 + place) % sizes.ranks for place in range(sizes.ranks - 1)]
         self.lengths, self.here, self.routed = (launcher.host(sizes.ranks - 1, np.int64) for _ in range(3))
 
     def flag(self, number: int) -> NDArray[np.uint32]:
-        """Return a flag, for whoever waits for it."""
+        """Return the word of a flag, to wait for it."""
         return self.gpu.words[number : number + 1]
 
     def given(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> Given:
-        """Return what a round is given, as kernels take it. Raises UsageError."""
+        """Return the arrays that a round is given, in the form that kernels take. Raises UsageError."""
         config, shape = self.sizes.config, (len(ids), self.sizes.config.top_k)
         rows = device_lines("x", x, (len(ids), config.hidden), config.dtype)
         beside = rows
@@ -189,9 +195,9 @@ class DeviceLane(Lane):
         return Given(tokens, rows.first(tokens), numbered, weighed, beside.first(tokens), x)
 
     def numbers(self, what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...], rows: int) -> Span:
-        """Return the first rows of a small array of numbers that lie together, if need be as a copy. Raises UsageError.
+        """Return the first rows of a small array of numbers, as a contiguous copy if need be. Raises UsageError.
 
-        A copy is used before the next one is made, in the order of the stream.
+        All copies of one argument share a buffer: in the order of the stream, each is used before the next is made.
         """
         address, found, strides, name = described(what, array)
         if found != shape or name not in names:
@@ -209,11 +215,11 @@ class DeviceLane(Lane):
         return Span.at(room, (rows, width), np.dtype(name).str, owner=array)
 
     def round_of(self, given: Given) -> Round:
-        """Return a round of what it is given."""
+        """Return a new round for these tokens."""
         return DeviceRound(self, given)
 
     async def over(self, transfer: aiote.Transfer) -> None:
-        """Wait for a transfer that belongs to the round; it ends with the group, too."""
+        """Wait for a transfer of the round. Raises the reason why the group is broken, else the transfer's error."""
         try:
             await transfer
         except (aiote.TransferError, aiote.PeerError) as error:
@@ -221,7 +227,11 @@ class DeviceLane(Lane):
             raise self.named(error) from error
 
     async def guard(self, rank: int, transfer: aiote.Transfer) -> None:
-        """Break the group if a transfer fails, as one does whose numbers the GPU has got wrong; or lose its rank."""
+        """Wait for a transfer; if it fails, break the group or lose the transfer's rank.
+
+        Impossible numbers from the GPU always break the group. Cancelled transfers, and those to ranks that need no
+        more of this round, are ignored.
+        """
         try:
             await transfer
         except aiote.AioteError as error:
@@ -237,7 +247,7 @@ class DeviceLane(Lane):
     async def drain(self) -> None:
         """Wait until neither a transfer nor a kernel uses this rank's memory. Cancelling loses nothing.
 
-        Raises GroupBrokenError where kernels take longer than KERNELS_S; what they use is kept until they have ended.
+        Raises GroupBrokenError if kernels take longer than KERNELS_S; their memory is then kept until they have ended.
         """
         await super().drain()
         posting, engine = self.group.posting, self.group.engine
@@ -246,7 +256,7 @@ class DeviceLane(Lane):
         try:
             self.signal(IDLE)
         except RuntimeError:
-            # A GPU that has failed runs nothing any more.
+            # A failed GPU runs no more kernels.
             return
         keep(self)
         if engine.closed:
@@ -262,18 +272,18 @@ class DeviceLane(Lane):
 
     @property
     def idle(self) -> bool:
-        """Whether all kernels have run that were launched before the last `signal(IDLE)`."""
+        """Whether all kernels launched before the last `signal(IDLE)` have run."""
         return int(self.gpu.words[IDLE]) == self.turn
 
     def signal(self, flag: int) -> None:
-        """Have a flag raised once all that was launched has run."""
+        """Launch a kernel that raises a flag once all kernels launched before have run."""
         nothing = Span.at(0, (0, 3), "<i8")
         rows = Span.at(0, (1, 16), "|u1")
         self.gpu.copy_runs(rows, rows, nothing, 16, raises=flag)
 
 
 class DeviceRound(Round):
-    """A round of tokens in a GPU's memory."""
+    """A round whose tokens are in a GPU's memory."""
 
     _lane: DeviceLane
 
@@ -284,7 +294,7 @@ class DeviceRound(Round):
         self._by_rank = self._config.copies == "rank"
 
     def send(self) -> None:
-        """Launch what numbers, tells and packs, and submit what is posted then: the route, and rows."""
+        """Launch the kernels that number, describe and pack, and submit the writes of the route and of rows."""
         lane, memory, sizes, config = self._lane, self._memory, self._sizes, self._config
         tokens, where, me = self._tokens, self._group.memory.map, self._group.rank
         route = memory.own_routes[self._parity]
@@ -298,7 +308,7 @@ class DeviceRound(Round):
         own = self._outbox() + self._parity * where.route
         alike = [np.full(len(lane.others), at, np.int64) for at in (own, slot)]
         self._submit(ROUTED, lane.others, (lane.routed, *alike), ROUTE)
-        # The host puts what goes beyond private parts together, and reads which experts copies are for, also its own.
+        # The host packs the rows beyond the private parts, and reads which experts copies are for, including its own.
         self._reads_rows = self._by_rank or sizes.shared > 0
         self._told = {flag: self._tell(flag) for flag in ((ROUTED, PACKED) if self._reads_rows else (ROUTED,))}
         if not sizes.direct:
@@ -306,7 +316,7 @@ class DeviceRound(Round):
             self._submit(PACKED, lane.others, (lane.lengths, lane.here, to), PAYLOAD)
 
     def _describe(self, said: NDArray[np.uint32]) -> None:
-        """Launch what numbers the rows, and says so to the host."""
+        """Launch the kernels that number the rows, and that write the numbers for the host."""
         lane, sizes, config, given, tokens = self._lane, self._sizes, self._config, self._given, self._tokens
         gpu, position, where = lane.gpu, lane.position[:tokens], self._group.memory.map
         shape = config.experts, sizes.local, sizes.ranks
@@ -323,11 +333,11 @@ class DeviceRound(Round):
         told = Told(weights, *small)
         tail = lane.tail[:tokens]
         gpu.describe(given.ids, given.weights, (position, copy), counts, bounds, tail, told, raises=ROUTED)
-        # What was given lives until the round is over, and kernels have read it.
+        # Keep the caller's weights until the round is over, by when kernels have read them.
         self._dispatched, given.weights = given.weights, weights
 
     def _pack_all(self) -> None:
-        """Launch what puts tokens where they are sent from, this rank's own as well."""
+        """Launch the kernel that packs tokens into the outbox, including those for this rank's own experts."""
         lane, sizes, given, tokens = self._lane, self._sizes, self._given, self._tokens
         sent = Span.of(self._memory.sent)
         at: Any = (lane.copy if self._by_rank else lane.position)[:tokens]
@@ -337,7 +347,7 @@ class DeviceRound(Round):
         lane.gpu.pack(sent, sent, 0, 0, at, *parts, sizes.scales_at, sizes.token_at, raises=PACKED)
 
     def _tell(self, flag: int) -> aiote.Transfer:
-        """Return what is over when a flag is raised."""
+        """Return a transfer that ends when a flag is raised."""
         posting, lane = self._group.posting, self._lane
         assert posting is not None
         made = posting.told(lane.flag(flag), lane.turn)
@@ -345,12 +355,13 @@ class DeviceRound(Round):
         return made
 
     def _submit(self, flag: int, ranks: Sequence[int], numbers: Any, kind: int) -> None:
-        """Have writes posted when a flag is raised."""
+        """Submit writes that are posted when a flag is raised."""
         posting, lane, group = self._group.posting, self._lane, self._group
         assert posting is not None
         if not ranks:
             return
-        # Of those that have nothing to write nobody knows yet; such a rank may leave before the others are written to.
+        # The host does not know yet which ranks get no rows. Such a rank may leave before the others are written to, so
+        # each rank's write is a transfer of its own.
         submit = posting.when_alone if numbers[0] is lane.lengths else posting.when
         try:
             made = submit(lane.flag(flag), lane.turn, ranks, numbers, self._slot(kind))
@@ -358,7 +369,7 @@ class DeviceRound(Round):
             raise lane.named(error) from error
         lane.post(made)
         for rank, transfer in made:
-            # Nobody awaits it before others need what it brings.
+            # No step awaits this transfer before the other ranks need its data, so a task does.
             group.beside(lane.guard, rank, transfer)
 
     async def _receive(self) -> Batch:
@@ -368,7 +379,7 @@ class DeviceRound(Round):
         self._experts = said[: config.experts]
         self._copies = said[config.experts : config.experts + sizes.ranks]
         if sizes.may_overflow(self._experts):
-            # Nothing was posted, and the numbers that the thread looks at are not needed any more.
+            # No write was posted. Wait until the posting thread no longer reads the numbers.
             await lane.sent()
         self._require_room()
         sent = self._copies if self._by_rank else sizes.for_ranks(self._experts)
@@ -407,7 +418,7 @@ class DeviceRound(Round):
         return None
 
     def _unfold(self, plan: Plan) -> int | None:
-        """Find where copies go, as the CPU does, and whose cannot be, before anything is copied."""
+        """Find the places of copies on the CPU before any is moved; return a rank whose copies do not fit its route."""
         self._memory.copies.fill(-1)
         for source in sorted((plan.me, *self._came)):
             if not unfold(self._memory, plan, source, self._copies_of(plan, source), 0) and source != plan.me:
@@ -415,7 +426,7 @@ class DeviceRound(Round):
         return None
 
     def _place_copies(self, plan: Plan) -> None:
-        """Launch what copies copies to the rows of their experts, or, of layout "rank", to those of their source."""
+        """Launch the kernels that move copies to their experts' rows, or, in layout "rank", to their source's rows."""
         memory, sizes, me = self._memory, self._sizes, plan.me
         tokens, own = self._config.tokens, self._copies_of(plan, me)
         if sizes.whole:
@@ -448,7 +459,7 @@ class DeviceRound(Round):
         self._kernels.copy_runs(placed, source, np.array([[0, 0, rows]]), row)
 
     def _in_place(self, y: Any) -> bool:
-        """No: `batch.y` is in the GPU's memory, and answers are written from, and summed in, the host's."""
+        """Return False: `batch.y` is in the GPU's memory, but answers are written and summed from host memory."""
         return False
 
     def _weights(self, topk_weights: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A dispatch of `deep_ep.Buffer` and its combines, as rounds of a group."""
+"""A dispatch of `deep_ep.Buffer` and its combines, expressed as rounds of a group."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["Dispatched", "Handle", "Shape", "registered_bytes"]
 
 
 def registered_bytes(config: MoeConfig, ranks: int) -> int:
-    """Return how many bytes a rank of a group registers."""
+    """Return how many bytes each rank of a group registers."""
     lane = LaneMap(Sizes(config, ranks))
     return config.lanes * (lane.inbox + lane.outbox)
 
 
 class Shape:
-    """A group for dispatches of one shape, and which of them has each of its lanes."""
+    """A group for dispatches of one shape, and the dispatch that owns each of its lanes."""
 
     def __init__(self, held: HeldGroup, number: int, nbytes: int) -> None:
         self.held, self.number, self.nbytes = held, number, nbytes
@@ -37,9 +37,10 @@ class Shape:
         self._turn = 0
 
     def take(self, made: Dispatched, lane: int | None = None) -> int:
-        """Give a dispatch a lane: this one, or one that is free, or the other one's. What was there is ended.
+        """Give a dispatch a lane, and return it: `lane` if given, else a free one, else the oldest dispatch's.
 
-        That is what the order of calls says, never time, for every rank must come to the same.
+        Ends the round of the lane's previous owner. The choice depends on the order of calls, never on time, because
+        every rank must choose the same lane.
         """
         if lane is None:
             free = [one for one in self._order() if self._owners[one] is None]
@@ -57,7 +58,7 @@ class Shape:
         return [(self._turn + one) % lanes for one in range(lanes)]
 
     def owns(self, made: Dispatched, lane: int) -> bool:
-        """Whether a dispatch's round is not combined yet."""
+        """Return whether a dispatch still owns the lane, because its round has not been combined."""
         return self._owners[lane] is made
 
     def drop(self, lane: int) -> None:
@@ -65,7 +66,7 @@ class Shape:
         self._owners[lane] = None
 
     def end(self, lane: int, end: Pending[Any]) -> None:
-        """Free a lane, once the sums of its round are there."""
+        """Free a lane for the next dispatch, which then waits for `end`: the sums of this lane's round."""
         self._owners[lane], self._ends[lane] = None, end
 
     def wait(self, lane: int) -> None:
@@ -80,13 +81,13 @@ class Shape:
 
 
 class Handle(tuple[Any, ...]):
-    """What DeepEP's handle is: (source tokens, ranges, tokens of a rank, hidden, experts)."""
+    """The tuple that DeepEP returns as a handle: (source tokens, ranges, tokens of a rank, hidden, experts)."""
 
     made: Dispatched
 
 
 class Dispatched:
-    """One dispatch: the tensors that it returns, its round while it is not combined, and its combines."""
+    """One dispatch: the tensors that it returns, its current round, and its combines."""
 
     def __init__(
         self, shape: Shape, ids: torch.Tensor, sizes: tuple[int, int, int], ue8m0: bool, stats: torch.Tensor | None
@@ -101,7 +102,7 @@ class Dispatched:
         self._scales: torch.Tensor | None = None
         if config.scales:
             columns = (hidden // 512, torch.int32) if ue8m0 else (config.scales, torch.float32)
-            # Column-major, as the GPU's matrix products want it.
+            # Column-major, which matrix products on a GPU need.
             self._scales = torch.empty(local, columns[0], rows, dtype=columns[1]).transpose(1, 2)
         self.received: Any = self._x if self._scales is None else (self._x, self._scales)
         self.count = torch.empty(local, dtype=torch.int32)
@@ -113,7 +114,7 @@ class Dispatched:
         self._batch: Batch
 
     def send(self, x: torch.Tensor, round_scale: bool) -> Pending[Batch]:
-        """Send the tokens; what is returned waits for those of others, and fills the tensors."""
+        """Send the tokens. The returned `Pending` waits for the tokens of the other ranks, and fills the tensors."""
         scales = None
         if self._scales is not None:
             x, scales = fp8.cast(x, round_scale)
@@ -121,7 +122,7 @@ class Dispatched:
         try:
             self._begin(x, scales)
         except aiote.UsageError:
-            # Nothing was sent, and the next dispatch may have the lane.
+            # The round has not begun, so the next dispatch may have the lane.
             self._shape.drop(self._lane)
             raise
         self.finish = Pending(self._held.start(self._round.dispatch_recv()), self._fill)
@@ -136,7 +137,7 @@ class Dispatched:
         self._round = self._held.run(send)
 
     def _fill(self, batch: Batch) -> None:
-        """Copy out what has come, for the lane's memory is used again."""
+        """Copy the received rows into the tensors, because the next round of the lane overwrites its memory."""
         self._batch = batch
         x, scales, token = batch.x, batch.scales, torch.from_numpy(batch.token)
         counts = batch.expert_num_tokens
@@ -155,7 +156,7 @@ class Dispatched:
             self._stats += self.count
 
     def skipped(self, ids: torch.Tensor) -> NDArray[np.bool_]:
-        """Return which ids are -1 in a combine. Raises UsageError where others differ from what was dispatched."""
+        """Return which ids are -1 in a combine. Raises UsageError if other ids differ from the dispatched ones."""
         here = self._ids
         if ids.shape != here.shape or not torch.equal(torch.where(ids < 0, here, ids.to(here.dtype)), here):
             raise aiote.UsageError("topk_idx: it differs from what was dispatched, by more than ids that are -1 now")
@@ -163,7 +164,7 @@ class Dispatched:
         return none
 
     def answers(self) -> torch.Tensor:
-        """Return the memory that the experts' results are sent from without a copy."""
+        """Return memory for the experts' results; a combine sends them from there without a copy."""
         if not self._shape.owns(self, self._lane):
             self._shape.wait(self._lane)
         y: torch.Tensor = self._batch.y
@@ -172,7 +173,7 @@ class Dispatched:
     def combine(
         self, y: torch.Tensor | None, weights: torch.Tensor, skipped: NDArray[np.bool_], out: torch.Tensor
     ) -> Pending[Any]:
-        """Send back what the experts returned; what is returned waits for the sums."""
+        """Send the experts' results back. The returned `Pending` waits for the sums."""
         if not self._shape.owns(self, self._lane):
             self._again()
         round = self._round
@@ -190,7 +191,7 @@ class Dispatched:
         return end
 
     def _again(self) -> None:
-        """Dispatch once more, tokens of no content, for a combine that is not the first one."""
+        """Dispatch tokens of zeros once more, to begin the round that a second or later combine needs."""
         self._shape.take(self, self._lane)
         config = self._held.config
         x = torch.zeros(self.tokens, config.hidden, dtype=self._x.dtype)
@@ -198,11 +199,11 @@ class Dispatched:
         self._batch = self._held.start(self._round.dispatch_recv()).wait()
 
     def give_up(self) -> None:
-        """End the round without a combine; what was received stays."""
+        """End a round that the caller has not combined; the received tensors stay."""
         try:
             self.finish()
         except MoeOverflowError:
-            # Every rank has seen it, and the round is over.
+            # Every rank has raised this error, and the round is over.
             return
         round = self._round
         self._held.run(round.combine_send)

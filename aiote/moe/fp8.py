@@ -1,7 +1,7 @@
 """Blocks of 128 values as fp8 (e4m3) and a scale, by the arithmetic of DeepEP's dispatch kernel, on torch tensors.
 
-A scale is the block's largest magnitude, 1e-4 at least, times 1 / 448 in float32; or the next power of two, of which
-the exponent alone is enough (ue8m0). Values beyond what fp8 has become the largest one, and NaN stays NaN.
+A scale is the block's largest magnitude, at least 1e-4, times 1 / 448 in float32. It may be rounded up to a power of
+two, whose exponent alone then suffices (ue8m0). Values beyond the range of fp8 become its largest value; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ LARGEST = 448.0
 
 
 def cast(x: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows (n, hidden) as float8_e4m3fn, and the scales (n, hidden / 128) that they are multiplied by again."""
+    """Return rows (n, hidden) as float8_e4m3fn, and the scales (n, hidden / 128) that multiply them at the receiver."""
     values = x.float().view(len(x), x.size(1) // BLOCK, BLOCK)
-    # As fmaxf: a NaN is no largest value.
+    # Like fmaxf, ignore a NaN when computing the largest magnitude.
     most = values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(2).clamp(min=LEAST)
     inverse = most * torch.tensor(1 / LARGEST, dtype=torch.float32)
     if round_scale:
@@ -31,7 +31,7 @@ def cast(x: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch.Tensor
 
 
 def exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales (n, s) that are powers of two as their exponents, four in an int32 (n, s / 4)."""
+    """Return the exponents of scales (n, s) that are powers of two, packed four to an int32 (n, s / 4)."""
     return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""A group of ranks: opened, broken, reset, and what its lanes share."""
+"""One rank of a group: how it opens, breaks, resets and leaves, and the state that its lanes share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["MoeGroup"]
 
 
 class MoeGroup:
-    """One rank of a group. Made by `open_group`; its rounds are collective: every rank makes the same ones."""
+    """One rank of a group, made by `open_group`. Rounds are collective: every rank takes part in each of them."""
 
     def __init__(
         self,
@@ -80,22 +80,22 @@ class MoeGroup:
     async def dispatch(
         self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any = None, *, count: int | None = None, lane: int = 0
     ) -> Batch:
-        """Send each token to the ranks of its experts, and return what this rank's experts got from all ranks.
+        """Send each token to the ranks of its experts, and return the rows of this rank's experts, from all ranks.
 
         x (tokens, hidden), topk_ids (tokens, k) int32, int64 or uint32, topk_weights (tokens, k) float32, scales
-        (tokens, scales); of which the first `count` are meant. Rows may have any stride. An id that is no expert is
-        skipped; one that is named twice counts twice. All is copied before the first await. The batch is valid until
-        `combine`. Cancelling breaks the group, on every rank. Raises UsageError, MoeOverflowError, PeerLostError for a
-        rank that is lost, GroupBrokenError.
+        (tokens, scales); with `count` only the first `count` tokens are sent. Rows may have any stride. An id that is
+        no expert is skipped; an id that a token names twice counts twice. On a CPU, all arguments are copied before the
+        first await. The batch is valid until `combine`. Cancelling breaks the group on every rank. Raises UsageError,
+        MoeOverflowError, PeerLostError if a rank is lost, GroupBrokenError.
         """
         return await self.dispatch_send(x, topk_ids, topk_weights, scales, count=count, lane=lane).dispatch_recv()
 
     async def combine(self, batch: Batch, y: Any = None, *, out: Any = None, accumulate: bool = False) -> Any:
-        """Return for each token the sum over k of its weight times what its experts returned, in `out` if given.
+        """Return for each token the sum over k of its weights times its experts' results, in `out` if given.
 
-        `y` has the shape of `batch.y`, which is meant without it, and needs no copy. The sum is of float32 in the order
-        of k and rounded once; ids that are skipped, dropped or of masked ranks add nothing. `accumulate` adds what is
-        in `out`. Cancelling and errors are as of `dispatch`.
+        `y` has the shape of `batch.y`; by default it is `batch.y` itself, which needs no copy. The sum is computed in
+        float32 in the order of k, and rounded once. Ids that were skipped or dropped, or that belong to masked ranks,
+        add nothing. `accumulate` adds the previous content of `out`. Cancelling and errors are as for `dispatch`.
         """
         batch.round.combine_send(y)
         return await batch.round.combine_recv(out, accumulate=accumulate)
@@ -103,16 +103,16 @@ class MoeGroup:
     def dispatch_send(
         self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any = None, *, count: int | None = None, lane: int = 0
     ) -> Round:
-        """Begin a round and return at once; `await round.dispatch_recv()` gives the batch. Else as `dispatch`."""
+        """Begin a round and return at once; `await round.dispatch_recv()` gives the batch. Otherwise as `dispatch`."""
         if not 0 <= lane < len(self._lanes):
             raise aiote.UsageError(f"lane={lane!r}: expected from 0 to {len(self._lanes) - 1} (config.lanes)")
         return self._lanes[lane].begin(x, topk_ids, topk_weights, scales, count)
 
     def inputs(self, like: Any = None, lane: int = 0) -> tuple[Any, Any]:
-        """Return arrays (tokens, hidden) and (tokens, scales), or None for no scales, that tokens may be put into.
+        """Return arrays that tokens may be put into: (tokens, hidden) and (tokens, scales), or None without scales.
 
-        With placement "direct" they are registered, and tokens that lie there are sent without a copy; then they may be
-        filled again once the round has ended. `like` is an array of the kind that is wanted, NumPy's by default.
+        With placement "direct" they are registered, and tokens in them are sent without a copy; the caller may fill
+        them again once the round has ended. `like` is an array of the wanted kind, by default NumPy's.
         """
         return self._lanes[lane].inputs(like)
 
@@ -120,20 +120,20 @@ class MoeGroup:
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Which ranks take part (ranks,)."""
+        """Which ranks take part (ranks,), including this one."""
         return np.array([self.membership.takes_part(rank) for rank in range(self.sizes.ranks)])
 
     @property
     def epoch(self) -> int:
-        """How often the members were made anew; it is the same on all of them."""
+        """The number of the epoch: 1 when the group opens, greater after each reset, the same on all members."""
         return self.membership.epoch
 
     def statistics(self) -> MoeStatistics:
-        """Return what was counted since the group was opened."""
+        """Return the counters since the group was opened."""
         return self.counted
 
     def mask(self, rank: int, reason: str = "it was masked") -> None:
-        """Go on without a rank, of a group with on_loss="mask"; its connection is closed, so that it writes no more."""
+        """Go on without a rank; disconnect it, so that it writes no more. Raises UsageError with on_loss="raise"."""
         if self.config.on_loss != "mask":
             raise aiote.UsageError("mask: the group was opened with on_loss='raise', in which every rank takes part")
         if self.membership.mask(rank, reason):
@@ -142,25 +142,25 @@ class MoeGroup:
             self._wake()
 
     def abort(self, reason: str = "it was aborted") -> None:
-        """Break the group, on every rank: for one that makes no more rounds, though others wait for it in one."""
+        """Break the group on every rank. A rank that stops between two steps calls it, because others wait for it."""
         self.membership.break_by(GroupBrokenError(f"rank {self.rank}: {reason}"))
-        # Also where it is broken already: by a reset that did not end the others were not told.
+        # Tell the others even if the group is broken already: an unfinished reset may not have told them.
         self._broken(f"abort: {reason}")
 
     async def reset(self) -> None:
-        """Begin a new epoch, in which no round is under way; every rank that takes part calls it.
+        """Begin a new epoch without any round in progress. Every rank that takes part calls it.
 
-        Returns when all are there. Rounds that were under way on any rank are lost, and nothing of them is written any
-        more. Cancelled or failed it may be called again. Raises PeerError for a rank that cannot be reached.
+        Returns when all of them have. Rounds in progress on any rank are lost; no more of their writes arrive. After a
+        cancellation or a failure it may be called again. Raises PeerError if a rank cannot be reached.
         """
         self.abort("it resets the group")
         await self._renew(())
 
     async def replace(self, rank: int, address: aiote.Address | str) -> None:
-        """Take another engine for a rank, and reset; every rank that takes part calls it, the new one `open_group`.
+        """Put another engine in a rank's place, and reset. Every other rank calls it, and the new one `open_group`.
 
-        It waits for the new one to open the group, however late that is; bound the wait by a scope. A rank that calls
-        it between two rounds breaks no round that others have not ended yet. Else as `reset`.
+        It waits until the new engine opens the group, without a limit; a cancel scope can bound the wait. A rank that
+        calls it between two rounds breaks no round that others have not ended yet. Otherwise as `reset`.
         """
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
             raise aiote.UsageError(f"replace({rank!r}): expected another rank, from 0 to {self.sizes.ranks - 1}")
@@ -175,7 +175,7 @@ class MoeGroup:
     # Failing.
 
     def fail(self, error: BaseException, step: str) -> None:
-        """Break the group by what went wrong here, and tell the others."""
+        """Break the group because of an error on this rank, and tell the others."""
         broken = (
             error if isinstance(error, aiote.AioteError) else GroupBrokenError(f"{step} was interrupted: {error!r}")
         )
@@ -183,7 +183,7 @@ class MoeGroup:
             self._broken(f"{step}: {error!r}")
 
     def beside(self, body: Callable[..., Any], *arguments: Any) -> None:
-        """Run something beside the rounds, until the group is left."""
+        """Run a task beside the rounds, until the group is left."""
         if self._tasks is not None:
             self._tasks.start(body, *arguments)
 
@@ -202,7 +202,7 @@ class MoeGroup:
             await self._client(rank).broke(self.rank, epoch, reason[:200])
 
     def lose(self, rank: int, reason: str) -> None:
-        """Take note that a rank does not take part any more."""
+        """Record that a rank is lost: mask and disconnect it, or break the group."""
         address = str(self.members[rank])
         error = aiote.PeerLostError(address, f"rank {rank} of the group: {reason}", operation="moe")
         if rank not in self.membership.active or self.membership.failure is not None:
@@ -226,15 +226,18 @@ class MoeGroup:
         if rank not in self.membership.departed:
             self.lose(rank, reason)
             return
-        # It takes part in no round that is still under way, if that is true.
+        # The rank has said that it takes no part in rounds still in progress; the lanes check that.
         self.membership.gone[rank] = reason
         for lane in self._lanes:
             lane.check_gone(rank)
 
-    # What peers call.
+    # Calls from peers.
 
     async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
-        """Return the inbox for a member, once this rank is in that epoch; ELSEWHERE for one of a later group."""
+        """Return the inbox for a member, once this rank is in that epoch; ELSEWHERE for a rank of a later group.
+
+        Raises UsageError for another config or other members, and for a number that is no other rank.
+        """
         if self._is_over(rank, digest):
             return ELSEWHERE
         if digest != self._digest:
@@ -250,31 +253,31 @@ class MoeGroup:
         return Meeting(self._ready, self.memory.lend(rank, caller.address), self._immediates.first_of(rank))
 
     def _is_over(self, rank: int, digest: bytes) -> bool:
-        """Whether this group is one that a rank has left, or may have left: it has opened another one then."""
+        """Return whether a rank has left this group, or may have, and so calls from a later group of this number."""
         if self._leaving or rank in self.membership.departed:
             return True
         return digest != self._digest and (self.membership.failure is not None or not self.membership.takes_part(rank))
 
     def _is_member(self, rank: int, caller: aiote.Peer) -> bool:
-        """Whether another rank is the caller: any engine that may connect can say that it is, or has been, one."""
+        """Return whether the caller is that rank, by its identity: any engine that may connect can claim to be one."""
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
             return False
         return self.members[rank].identity == caller.address.identity and self.membership.takes_part(rank)
 
     def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
-        """Take note that another rank broke an epoch, if the caller is that rank."""
+        """Record that another rank broke an epoch, if the caller is that rank, and pass it on."""
         if self._is_member(rank, caller) and self.membership.told(rank, epoch, reason):
-            # Who said so may be gone before all have heard. A rank passes it on once, so that it ends.
+            # The rank that broke it may be gone before all have heard. Each rank passes the news on once, so it ends.
             self._broken(f"rank {rank}: {reason}")
 
     async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
-        """Take note that the caller, which is that rank, takes part in no round from these on."""
+        """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
         if self._is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
             self.membership.departed[rank] = rounds
             for lane in self._lanes:
                 lane.check_departed()
             for lane in self._lanes:
-                # Then it takes its lease back, which ends what is written to it, and to others in the same request.
+                # Then the rank revokes its lease, which would end writes to it, and to others in the same request.
                 await lane.quiet()
 
     # Epochs.
@@ -291,21 +294,22 @@ class MoeGroup:
             await self._take_back()
             await self._enter(self.membership.epoch + 1, back, first=False)
         except BaseException as error:
-            # Not all are in this epoch, and some may be making rounds in it; the next reset begins another.
+            # Not all ranks are in this epoch, and some may be in a round of it; the next reset begins another epoch.
             broken = GroupBrokenError(f"rank {self.rank} could not reset the group: {error!r}")
             if self.membership.break_by(broken):
                 self._broken(str(broken))
             raise
 
     async def _take_back(self) -> None:
-        # Who asks meanwhile waits for the next epoch: in this one nobody would answer his rows.
+        # A rank that asks to meet now waits for the next epoch, because this epoch's rows would get no answers.
         self._ready = 0
         await self.memory.take_all_back()
 
     async def _enter(self, epoch: int, back: Sequence[int], *, first: bool) -> None:
-        """Be in an epoch with all that take part, or in a later one: of somebody who is there, or after one that broke.
+        """Enter an epoch together with all ranks that take part.
 
-        Who told this rank that the epoch is broken makes another one, and waits for it there.
+        This rank moves on to a later epoch if another rank is already in it, or if another rank reports that this epoch
+        is broken; the other rank then begins the next epoch, and waits for this rank there.
         """
         self.membership.reset(epoch, back)
         while True:
@@ -323,7 +327,7 @@ class MoeGroup:
         await self._reach(found)
 
     def _open_counters(self) -> None:
-        """Open new counters on new immediates: what is still on its way in an earlier epoch counts nowhere."""
+        """Open new counters on new immediates, so that late writes of an earlier epoch are not counted."""
         for lane in self._lanes:
             lane.close()
         if self._immediates is not None:
@@ -345,9 +349,9 @@ class MoeGroup:
                         raise
                     self.lose(rank, str(error))
                     continue
-                # So that all together load the NICs of each alike.
+                # Begin at a different rail for each pair of ranks, so that together they load each rank's NICs evenly.
                 self._peers[rank].rotate_rails(self.rank + rank)
-        connected = {rank: self._peers[rank] for rank in inboxes}  # One that may be masked may be lost already.
+        connected = {rank: self._peers[rank] for rank in inboxes}  # With on_loss="mask" some may be lost already.
         peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, firsts, peers, self.lose, alone)
@@ -366,7 +370,10 @@ class MoeGroup:
         return Inbox(parts, regions)
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
-        """Ask all that take part at once, and until the group breaks; those in `late` may come later than this rank."""
+        """Ask all ranks that take part for their inboxes, until the group breaks; return the answers by rank.
+
+        Ranks in `late` may open the group later than this rank. Raises the first error.
+        """
         found: dict[int, Meeting] = {}
         self._found = found
         failed: list[Exception] = []
@@ -378,7 +385,7 @@ class MoeGroup:
                 met = await self._meet(rank, epoch, first=rank in late)
             except aiote.UsageError as error:
                 refused[rank] = error
-                # One that refuses this rank is masked; where all do, it is this rank that is wrong.
+                # A rank that refuses this one is masked. If all refuse, this rank is at fault.
                 if self.config.on_loss == "raise" or len(refused) == asked:
                     failed.append(error)
                     tasks.cancel_scope.cancel()
@@ -403,7 +410,7 @@ class MoeGroup:
         return found
 
     async def _meet(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
-        """Ask a rank for its inbox; None for one that is lost and masked."""
+        """Ask a rank for its inbox, again until it is in the group; return None if it is lost and masked."""
         pause, most = AGAIN_S
         while True:
             try:
@@ -412,7 +419,7 @@ class MoeGroup:
                 if met != ELSEWHERE:
                     return within_reach(met, epoch, first=first)
             except service.NotServedError as error:
-                # It has not come so far; or, later, it has gone.
+                # Such a rank has not opened the group yet, or, after the first meeting, has left it.
                 if not first:
                     self.lose(rank, str(error))
             except (aiote.PeerError, service.CallError) as error:
@@ -435,7 +442,7 @@ class MoeGroup:
             self._tasks.start(self._watch, rank, peer)
 
     async def open(self, tasks: TaskScope, open_timeout: float | None) -> None:
-        """Meet the other ranks for the first time, within so many seconds."""
+        """Meet the other ranks for the first time, within `open_timeout` seconds, or raise ConnectTimeoutError."""
         self._tasks = tasks
         self._found = {}
         limit = self.engine.config.connect_timeout if open_timeout is None else open_timeout
@@ -448,19 +455,22 @@ class MoeGroup:
             raise aiote.ConnectTimeoutError(str(self.members[(late or came)[0]]), why, operation="moe")
 
     async def leave(self) -> None:
-        """Tell the others that this rank takes part in no more rounds, and wait until nobody uses its memory."""
+        """Tell the others that this rank takes part in no more rounds, and wait until their writes to it have ended.
+
+        The wait lasts at most `drain_timeout`.
+        """
         self._tasks = None
         self._leaving = True
         orderly = self.membership.failure is None and all(lane.state.phase == "idle" for lane in self._lanes)
         with anyio.move_on_after(self.engine.config.drain_timeout):
             async with anyio.create_task_group() as group:
                 for rank in self.membership.active:
-                    # Who has left before may be in the next group of this number by now.
+                    # A rank that left earlier may be in the next group of this number by now.
                     if rank in self._peers and rank not in self.membership.departed:
                         group.start_soon(self._part, rank, orderly)
 
     async def _part(self, rank: int, orderly: bool) -> None:
-        """Tell a rank that this one has left: between two rounds, or in the middle of one, which breaks the group."""
+        """Tell a rank that this one has left: between two rounds (`orderly`), or inside one, which breaks the group."""
         if not orderly:
             await self._tell(rank, self.membership.epoch, f"rank {self.rank} has left the group")
             return
@@ -468,9 +478,9 @@ class MoeGroup:
             await self._client(rank).left(self.rank, self.membership.epoch, [lane.state.number for lane in self._lanes])
 
     async def close(self) -> None:
-        """Let go of everything. Called again after a cancellation it goes on.
+        """End transfers, counters, leases and registrations. After a cancellation, call it again to continue.
 
-        Raises GroupBrokenError, once all is done, where a GPU does not end what uses this rank's memory.
+        At its end raises GroupBrokenError if a GPU did not end the kernels that use this rank's memory.
         """
         late: list[GroupBrokenError] = []
         for lane in self._lanes:

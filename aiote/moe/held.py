@@ -1,4 +1,4 @@
-"""A group for programs that call synchronously: it lives on the process's bridge, and threads wait for its steps."""
+"""A group for synchronous programs: it lives on the process's bridge, and threads wait for its steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """A step that is under way on the bridge; called, it waits for that, and does once what remains in a thread.
+    """A step in progress on the bridge. Calling it waits for the step, then runs `then` in the calling thread, once.
 
-    In any thread, and as often as one likes. Raises what the step raises, each time.
+    Any thread may call it, any number of times. Each call raises the error of the step, if it failed.
     """
 
     def __init__(self, call: Call[T], then: Callable[[T], object] | None = None) -> None:
@@ -33,7 +33,7 @@ class Pending(Generic[T]):
         self._lock = Lock()
 
     def __call__(self) -> None:
-        # Before the lock, whose holder waits for the bridge's thread.
+        # Check before taking the lock, because its holder waits for the bridge's thread.
         self._call.require_elsewhere()
         with self._lock:
             result = self._call.wait()
@@ -43,7 +43,7 @@ class Pending(Generic[T]):
 
 
 class HeldGroup:
-    """A rank of a group on a bridge, open from the start until `close`; `moe` is the group, for the bridge's thread."""
+    """A rank of a group on a bridge, open until `close`. Only the bridge's thread may use `moe`, the group."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class HeldGroup:
         masked: Iterable[int] = (),
         open_timeout: float | None = None,
     ) -> None:
-        """Open it, and wait until every rank is there, within `open_timeout` seconds, as of `open_group`.
+        """Open the group, and wait until every rank has, within `open_timeout` seconds, as in `open_group`.
 
-        Raises as that, and UsageError on the bridge's own thread; interrupted, it is given up.
+        Raises the errors of `open_group`, and UsageError on the bridge's own thread. An interruption cancels opening.
         """
         self.config, self._bridge = config, bridge
         self._then: Callable[[], object] | None = None
@@ -94,7 +94,7 @@ class HeldGroup:
             self._opened.settle(error or aiote.ClosedError("the group is closed"))
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of the group on the bridge's thread, and return what it returns."""
+        """Call a function of the group on the bridge's thread, and return its result."""
 
         async def called() -> T:
             return function(*arguments)
@@ -102,15 +102,15 @@ class HeldGroup:
         return self._bridge.call(called())
 
     def start(self, step: Any) -> Call[Any]:
-        """Start a coroutine of the group; the `Call` is done when it has ended."""
+        """Start a coroutine of the group on the bridge; the returned `Call` is done when the coroutine has ended."""
         return self._bridge.submit(step)
 
     def then(self, function: Callable[[], object]) -> None:
-        """Have `close` call a function at its end, as one that closes the bridge."""
+        """Make `close` call a function at its end, such as one that closes the bridge."""
         self._then = function
 
     def close(self) -> None:
-        """Leave the group, and return once nobody uses its memory. Idempotent."""
+        """Leave the group, and return once no peer and no transfer uses its memory. Idempotent."""
         with suppress(aiote.ClosedError):
             self.run(self._closing.set)
             self._holding.wait()

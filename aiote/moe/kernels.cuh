@@ -1,14 +1,14 @@
-// What aiote.moe does with rows on a GPU: number them, pack them, copy runs of them, and sum them; bit for bit what
-// aiote_native/moe.pyx does on a CPU. NVRTC compiles this file as it is, and so does g++ over an emulation of CUDA
-// (tests/moe/emulation), except for the few lines that CUDA_ON_CPU leaves out; it needs no header of the toolkit.
+// The kernels of aiote.moe for rows on a GPU: they number, pack, copy and sum rows, with the same results, bit for bit,
+// as aiote_native/moe.pyx on a CPU. NVRTC compiles this file unchanged. g++ compiles it over an emulation of CUDA
+// (tests/moe/emulation), without the few lines that CUDA_ON_CPU leaves out. It needs no header of the toolkit.
 //
 // Every parameter has 8 bytes, a pointer or an i64, so that a launch is a list of numbers. Rows are lines of bytes at
-// any stride; places are numbers of lines, -1 for none. Small arrays of numbers lie together.
+// any stride. Places are numbers of lines; -1 is no place. Small arrays of numbers are contiguous.
 //
-// A kernel may wait for a flag and raise another. Flags are words of pinned host memory that only grow: `words[0]` is
-// set by the host to abort, `words[n]` is the last round in which flag n was raised. `state` is memory of the GPU:
-// `state[0]` is the round, `state[n]` counts the blocks that have ended. Nothing has to be reset between rounds, and the
-// round is read from memory, so that a captured graph can be replayed.
+// A kernel may wait for a flag and raise another. Flags are words of pinned host memory that only grow: the host sets
+// `words[0]` to abort; `words[n]` is the last round in which flag n was raised. `state` is in the GPU's memory:
+// `state[0]` is the round, `state[n]` counts the blocks that have ended. Kernels read the round from memory, and no
+// word needs a reset between rounds, so a captured graph can be replayed.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -46,7 +46,8 @@ __device__ u32 add_acq_rel(u32 *word, u32 value)
     return before;
 }
 
-// Rounded to nearest, denormals kept: cupy compiles with -ftz=true, which has intrinsics flush them to zero.
+// These round to nearest and keep denormals. Intrinsics would not, because cupy compiles with -ftz=true, which makes
+// them flush denormals to zero.
 __device__ inline float added(float a, float b)
 {
     float sum;
@@ -79,14 +80,14 @@ __device__ inline u32 warps() { return blockDim.x / 32; }
 
 // Flags.
 
-// Returns false in every thread of the block where the host has aborted the round.
+// Waits until the host has raised a flag. Returns false in every thread of the block if the host has aborted the round.
 __device__ inline bool waited(const u32 *words, const u32 *state, i64 flag)
 {
     bool stopped = false;
     if (!flag)
         return true;
     if (threadIdx.x == 0) {
-        // The distance, for rounds wrap.
+        // Compare by the difference, because rounds wrap.
         while (!stopped && (i32)(load_acquire(&words[flag]) - state[0]) < 0) {
             stopped = load_relaxed(&words[0]) != 0;
             __nanosleep(100);
@@ -95,7 +96,7 @@ __device__ inline bool waited(const u32 *words, const u32 *state, i64 flag)
     return !__syncthreads_or(stopped);
 }
 
-// The last block raises the flag, once what every block has written can be seen by the host.
+// Raises a flag in the last block that ends, once the host can see the writes of all blocks.
 __device__ inline void raise(u32 *words, u32 *state, i64 flag)
 {
     if (!flag)
@@ -109,8 +110,9 @@ __device__ inline void raise(u32 *words, u32 *state, i64 flag)
     }
 }
 
-// Numbering: each item gets a number within its kind, in the order of the items. One block does it. Each warp has the
-// next part of the items, and a line of counters, one for each kind; `stride` is from line to line.
+// Numbering: each item gets a number within its kind, in the order of the items. One block does all of it. Each warp
+// has a contiguous part of the items, and a line of counters, one for each kind; `stride` is the distance between
+// lines.
 
 struct Part {
     i64 first, last;
@@ -134,7 +136,7 @@ template <class Kind> __device__ void count(u32 *counts, i64 items, Kind kind)
     }
 }
 
-// Turns a kind's counters of all warps into the numbers that each begins with; returns the number behind the last.
+// Replaces a kind's counters of all warps by the first number of each warp; returns the number after the last one.
 __device__ inline u32 begin(u32 *counts, i64 stride, u32 number)
 {
     for (u32 w = 0; w < warps(); ++w) {
@@ -145,7 +147,7 @@ __device__ inline u32 begin(u32 *counts, i64 stride, u32 number)
     return number;
 }
 
-// Begins each kind behind the one before; `sums` is a word for each warp.
+// Lets the numbers of each kind begin after those of the kind before; `sums` has a word for each warp.
 __device__ inline void begin_in_order(u32 *counts, i64 stride, i64 kinds, u32 *sums, i32 *totals)
 {
     u32 carry = 0;
@@ -175,7 +177,7 @@ __device__ inline void begin_in_order(u32 *counts, i64 stride, i64 kinds, u32 *s
     }
 }
 
-// Calls `take` with each item and its number, NONE where it is of no kind.
+// Calls `take` with each item and its number, which is NONE if the item has no kind.
 template <class Kind, class Take> __device__ void number(u32 *counts, i64 items, Kind kind, Take take)
 {
     const Part part(items);
@@ -199,9 +201,10 @@ __device__ inline void clear(u32 *counts, i64 length)
         counts[i] = 0;
 }
 
-// Of ids (tokens, k) of 4 or 8 bytes: the rows for each expert, the copies for each rank, and in `out` the number of
-// each row in the order (expert, token, k), or of each copy in the order (rank, token). Begins a round if `begins`.
-// Shared memory: a word for each warp, and, unless there is `work`, (experts + ranks) words for each warp.
+// From ids (tokens, k) of 4 or 8 bytes, computes the rows for each expert, the copies for each rank, and in `out` the
+// number of each row in the order (expert, token, k), or, if `by_rank`, of each copy in the order (rank, token). Begins
+// a round if `begins`. Shared memory: a word for each warp, and, unless `work` is given, (experts + ranks) words for
+// each warp.
 KERNEL moe_route(const u8 *ids, i64 id_bytes, i64 tokens, i64 top_k, i64 experts, i64 local, i64 ranks, i64 by_rank,
                  i32 *out, i32 *rows, i32 *copies, u32 *work, u32 *words, u32 *state, i64 begins, i64 raises)
 {
@@ -212,7 +215,7 @@ KERNEL moe_route(const u8 *ids, i64 id_bytes, i64 tokens, i64 top_k, i64 experts
         i64 id = id_bytes == 8 ? ((const i64 *)ids)[item] : ((const i32 *)ids)[item];
         return 0 <= id && id < experts ? (u32)id : NONE;
     };
-    // The first item of the same token that is for the same rank.
+    // Returns the first item of the same token that is for the same rank.
     auto first_of = [=](i64 item) {
         u32 expert = expert_of(item);
         for (i64 other = item - item % top_k; other < item; ++other) {
@@ -248,12 +251,13 @@ KERNEL moe_route(const u8 *ids, i64 id_bytes, i64 tokens, i64 top_k, i64 experts
     raise(words, state, raises);
 }
 
-// What the host is to know of a round, and what travels behind each token. After `moe_route`, of the same ids.
-// `mirror` gets the numbers of rows and `copy_mirror` those of copies by rank, where there is one; `route` (rows, those
-// of each expert, copies for each rank), `kept` the weights; `tail` of each token (token, ids, weights). For each rank
-// but `me`, from the one behind it on: the bytes to write to it, of at most `most` rows (copies if `by_rank`), where
-// they begin, counted from `at` on, and the bytes of the route; none to anybody where an expert has more rows than
-// `of_expert`, or a rank than `of_rank`.
+// Writes the numbers of a round that the host needs, and the tail that travels behind each token. Runs after
+// `moe_route` for the same ids. `mirror` gets the numbers of rows, and `copy_mirror`, if given, those of copies by
+// rank. `route` gets the total of rows, the rows for each expert, and the copies for each rank; `kept` the weights;
+// `tail` for each token its number, ids and weights. For each rank but `me`, from the next higher one on: `lengths`
+// gets the bytes to write to it, of at most `most` rows (copies if `by_rank`), `here` where they begin, counted from
+// `at`, and `routed` the bytes of the route. All lengths are 0 if an expert has more rows than `of_expert`, or a rank
+// more than `of_rank`.
 KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32 *position, const i32 *copy_position,
                     const i32 *rows, const i32 *copies, i64 tokens, i64 top_k, i64 experts, i64 local, i64 ranks,
                     i64 by_rank, i64 me, i64 most, i64 row_bytes, i64 at, i64 of_expert, i64 of_rank, i64 route_bytes,
@@ -276,7 +280,7 @@ KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32
     }
     for (i64 expert = first; expert < experts; expert += step)
         route[1 + expert] = (u32)rows[expert];
-    // Behind the last rank's: all of them.
+    // The iteration after the last rank's writes the total.
     for (i64 rank = first; rank <= ranks; rank += step) {
         i64 before = 0, count = 0, all = 0;
         bool fits = true;
@@ -308,9 +312,9 @@ KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32
     raise(words, state, raises);
 }
 
-// Of ids (copies, k) of all ranks' experts: the place of the row of each, for those that this rank has from `first` on.
-// An expert's rows lie from `base` on, and there is `room` for so many; `seen` grows by what each had.
-// Shared memory as for `moe_route`, with `held` for experts + ranks.
+// From ids (copies, k) of all ranks' experts, computes the place of a row for each id of this rank's `held` experts,
+// which begin with `first`; -1 for other ids. An expert's rows begin at `base`, with room for `room` rows. `seen` grows
+// by the number of ids of each expert. Shared memory as for `moe_route`, with `held` in place of experts + ranks.
 KERNEL moe_places(const i32 *ids, i64 items, i64 first, i64 held, const i64 *base, const i64 *room, i32 *places,
                   i64 *seen, u32 *work, u32 *words, u32 *state, i64 waits)
 {
@@ -343,7 +347,7 @@ template <class Unit> __device__ void copy_as(u8 *to, const u8 *from, i64 units)
         ((Unit *)to)[i] = ((const Unit *)from)[i];
 }
 
-// By a whole block, in the largest unit that the addresses and the length allow.
+// Copies bytes with a whole block, in the largest unit that the addresses and the length allow.
 __device__ inline void copy(u8 *to, const u8 *from, i64 bytes)
 {
     u64 bits = (u64)to | (u64)from | (u64)bytes;
@@ -355,8 +359,8 @@ __device__ inline void copy(u8 *to, const u8 *from, i64 bytes)
         copy_as<u8>(to, from, bytes);
 }
 
-// Token t goes to each row that `at` (tokens, k) names, its scales and tail behind it. Rows from `first` to `last` are
-// the rank's own and go to `own`, from its line 0 on; others to `sent`. A token may lie in its very row.
+// Copies token t, its scales and its tail, to each row that `at` (tokens, k) names. Rows from `first` to `last` are the
+// rank's own and go to `own`, from its line 0 on; all others go to `sent`. A token may be in its row already.
 KERNEL moe_pack(u8 *sent, i64 sent_stride, u8 *own, i64 own_stride, i64 first, i64 last, const i32 *at, i64 tokens,
                 i64 top_k, const u8 *x, i64 x_stride, i64 x_bytes, const u8 *scales, i64 scales_stride,
                 i64 scales_bytes, i64 scales_at, const u8 *tail, i64 tail_stride, i64 tail_bytes, i64 tail_at,
@@ -379,13 +383,13 @@ KERNEL moe_pack(u8 *sent, i64 sent_stride, u8 *own, i64 own_stride, i64 first, i
     raise(words, state, raises);
 }
 
-// The first bytes of rows, for each run (row there, row here, count).
+// Copies the first `bytes` of rows, for each run (row in `to`, row in `source`, count).
 KERNEL moe_copy_runs(u8 *to, i64 to_stride, const u8 *source, i64 source_stride, const i64 *runs, i64 length, i64 bytes,
                      u32 *words, u32 *state, i64 waits, i64 raises)
 {
     if (!waited(words, state, waits))
         return;
-    // Rows are dealt to blocks in turn, as if all runs were one.
+    // Blocks take rows in turn, as if all runs were one.
     i64 next = blockIdx.x;
     for (const i64 *run = runs; run < runs + 3 * length; run += 3) {
         for (; next < run[2]; next += gridDim.x)
@@ -395,7 +399,7 @@ KERNEL moe_copy_runs(u8 *to, i64 to_stride, const u8 *source, i64 source_stride,
     raise(words, state, raises);
 }
 
-// Sums, of float32. The conversions are those of aiote_native/moe_sums.h, and so is the one pattern for a NaN.
+// Sums in float32. The conversions, and the single bit pattern of a NaN, are those of aiote_native/moe_sums.h.
 
 struct BFloat16 {
     typedef u16 Raw;
@@ -458,7 +462,7 @@ template <class Type> struct Bytes {
     } raw[1];
 };
 
-// Each thread sums N elements of a token that lie together. Nothing is fused: the intrinsics round each by itself.
+// Each thread sums N adjacent elements of a token. No product is fused with a sum: each operation is rounded by itself.
 template <class Type, int N, class Elements>
 __device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, i64 width, const i32 *places,
                            const float *weights, i64 tokens, i64 top_k, i64 accumulate)
@@ -491,8 +495,8 @@ __device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_str
     }
 }
 
-// Line i of `out` becomes the sum over k, in order, of `weights[i, k]` times row `places[i, k]`, skipping -1; of the
-// rows as they are without weights; and of what was there, last, if `accumulate`. `width` is in elements.
+// Sets line i of `out` to the sum over k, in order, of `weights[i, k]` times row `places[i, k]`, skipping -1. Without
+// weights it sums the rows unchanged. If `accumulate`, it adds the previous content last. `width` is in elements.
 template <class Type, class... Rest>
 __device__ void combine(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, i64 width, Rest... rest)
 {

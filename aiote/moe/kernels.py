@@ -1,6 +1,7 @@
-"""What is done with rows on a CPU: the native kernels, and the only place that calls them.
+"""The native kernels that move and sum rows on a CPU. This module is the only one that imports them.
 
-None allocates but `route`, which returns its counts; all give the interpreter to other threads meanwhile.
+The kernels do not allocate; `numbered` allocates the counts that it returns and a copy of the ids. All kernels release
+the interpreter lock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Places = NDArray[np.int32]
 def numbered(
     ids: NDArray[Any], experts: int, local: int, ranks: int, by_rank: bool, out: Places
 ) -> tuple[Places, Places]:
-    """Number rows, or copies by rank, into `out`; return the rows for each expert and the copies for each rank."""
+    """Number rows, or copies by rank, into `out`; return the rows for each expert and the copies for each rank.
+
+    A row's number is its position in the source's order; an id that names no expert gets -1.
+    """
     rows, copies = np.empty(experts, np.int32), np.empty(ranks, np.int32)
     route(ids.astype(np.int64), experts, local, by_rank, out, rows, copies)
     return rows, copies

@@ -1,6 +1,6 @@
-"""One lane of a rank: its rounds, one at a time, and what they share.
+"""One lane of a rank: its rounds, which run one at a time, and the state that they share.
 
-What goes wrong in a step breaks the group, but for an overflow, which every rank sees.
+An error in a step breaks the group, except an overflow, which every rank detects alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IDS = ("int32", "int64", "uint32")
 
 
 class Lane:
-    """What the rounds of a lane have in common."""
+    """The state of a lane that its rounds share: phase, counters, transfers and memory."""
 
     def __init__(self, group: MoeGroup, number: int) -> None:
         self.group, self.number = group, number
@@ -42,17 +42,17 @@ class Lane:
 
     @property
     def memory(self) -> LaneMemory:
-        """Its arrays."""
+        """The lane's arrays."""
         return self.group.memory.lanes[self.number]
 
     @property
     def arrivals(self) -> Arrivals:
-        """The counters of the epoch."""
+        """The counters of the current epoch."""
         assert self._arrivals is not None
         return self._arrivals
 
     def open(self, firsts: Mapping[int, int]) -> None:
-        """Begin an epoch, in which others write with these immediates (`Immediates.firsts`): no round is under way."""
+        """Begin an epoch with no round in progress; the others write with these immediates (`Immediates.firsts`)."""
         self.close()
         self._arrivals = Arrivals(self.group.engine, self.number, firsts)
         self.state = RoundState()
@@ -64,12 +64,12 @@ class Lane:
         self._arrivals = None
 
     def wake(self) -> None:
-        """Have waits look again whether they are lost."""
+        """Make waits check again whether their rank, or the group, is lost."""
         if self._arrivals is not None:
             self._arrivals.wake()
 
     def lost(self, rank: int | None) -> aiote.AioteError | None:
-        """Return why nothing comes any more: from anybody, or from a rank."""
+        """Return why no more writes come from a rank, or, for None, from any rank; None while they may come."""
         membership = self.group.membership
         if rank is not None and membership.failure is None:
             why = membership.masked.get(rank) or membership.gone.get(rank)
@@ -78,7 +78,7 @@ class Lane:
         return membership.failure
 
     def check_departed(self) -> None:
-        """Lose the ranks that have left before the round that is under way, or after one that cannot be over."""
+        """Lose the ranks that left before the current round, or that claim to have left after a round still to come."""
         under_way = self.state.phase != "idle"
         for rank, rounds in tuple(self.group.membership.departed.items()):
             if under_way and rounds[self.number] <= self.state.number:
@@ -87,7 +87,7 @@ class Lane:
                 self.group.lose(rank, "it says that it has left after a round that is not over")
 
     def check_gone(self, rank: int) -> None:
-        """Lose a rank that has left, and whose connection has ended, if its route of the round has not come."""
+        """Lose a rank that has left, and whose connection has ended, if its route of the current round has not come."""
         state, epoch = self.state, self.group.membership.epoch
         if state.phase == "sent" and not is_of(self.memory.routes[state.parity, rank], epoch, state.number):
             self.group.lose(rank, "it has left the group before its route came")
@@ -96,11 +96,11 @@ class Lane:
     # Transfers.
 
     def post(self, transfers: list[tuple[int, aiote.Transfer]]) -> None:
-        """Keep transfers until they are over."""
+        """Keep transfers until they have ended."""
         self._transfers += transfers
 
     def cancel(self) -> None:
-        """Have all transfers end; `drain` waits for that."""
+        """Cancel all transfers; `drain` waits until they have ended."""
         for _, transfer in self._transfers:
             transfer.cancel()
 
@@ -113,7 +113,10 @@ class Lane:
             self._over(one)
 
     async def sent(self) -> None:
-        """Wait until what was posted has been written; a rank that it cannot be written to is lost, if it is masked."""
+        """Wait until all posted writes have completed. Ignores failed writes to ranks that need no more of this round.
+
+        Another failed write is raised with on_loss="raise"; with on_loss="mask" its rank is lost.
+        """
         while self._transfers:
             rank, transfer = one = self._transfers[-1]
             try:
@@ -129,7 +132,7 @@ class Lane:
             self._over(one)
 
     async def quiet(self) -> None:
-        """Wait until what was posted so far is over, well or not. Cancelling this cancels nothing of it."""
+        """Wait until all transfers posted so far have ended, successfully or not. Cancelling cancels no transfer."""
         posted, changed = [transfer for _, transfer in self._transfers], Bell()
         for transfer in posted:
             transfer.add_done_callback(lambda _: changed.ring())
@@ -137,17 +140,17 @@ class Lane:
             await changed.wait()
 
     def needs_nothing(self, rank: int) -> bool:
-        """Whether a rank has left after the round that is under way: it has had all of it."""
+        """Return whether a rank left after the current round: it has then received everything of this round."""
         rounds = self.group.membership.departed.get(rank)
         return rounds is not None and rounds[self.number] > self.state.number
 
     def _over(self, one: tuple[int, aiote.Transfer]) -> None:
-        # A reset may drain the same ones beside the step that it ends.
+        # A reset may drain the same transfers at the same time as the step that it ends.
         if one in self._transfers:
             self._transfers.remove(one)
 
     def named(self, error: aiote.AioteError) -> aiote.AioteError:
-        """Return an error that names the rank, where a peer is at fault."""
+        """Return an error that names the rank if a peer caused it, else the same error."""
         cause = error.cause if isinstance(error, aiote.TransferError) else error
         if not isinstance(cause, aiote.PeerError):
             return error
@@ -157,7 +160,11 @@ class Lane:
     # Waiting.
 
     async def wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
-        """Wait as `Arrivals.wait` does, in the round under way, and count for how long, and for whose route alone."""
+        """Wait as `Arrivals.wait` does, in the current round, and return the ranks that have come.
+
+        Counts the seconds of the wait, and those in which one rank's route alone was missing. Loses the ranks that have
+        not come, or that counted too many writes.
+        """
         started = since = anyio.current_time()
         counted, parity, number = self.group.counted, self.state.parity, self.state.number
         late: int | None = None
@@ -180,8 +187,9 @@ class Lane:
     def without_surplus(self, came: list[int], *kinds: int) -> list[int]:
         """Lose the ranks that have counted more writes than they owe in this round, and return the others.
 
-        kinds: of writes, by default all. A surplus count ends a wait for a write that has not come. Raises
-        GroupBrokenError where one counter is for all ranks, which does not say whose count it was.
+        `kinds` are the kinds of writes to check, by default all. A surplus count is an error because it can end the
+        wait for a write that has not come. Raises GroupBrokenError if one counter serves all ranks, because the counter
+        does not tell which rank counted too much.
         """
         surplus = self.arrivals.surplus(self.state.parity, kinds or KINDS)
         if ALL in surplus:
@@ -191,7 +199,7 @@ class Lane:
         return [rank for rank in came if rank not in surplus]
 
     def _late(self, parity: int, number: int) -> int | None:
-        """Return the rank whose route is not there, if it is one."""
+        """Return the rank whose route is missing, if exactly one is."""
         membership, routes = self.group.membership, self.memory.routes[parity]
         missing = [rank for rank in membership.active if not is_of(routes[rank], membership.epoch, number)]
         return missing[0] if len(missing) == 1 else None
@@ -200,7 +208,10 @@ class Lane:
 
     @contextmanager
     def step(self, name: str, under_way: RoundState, number: int) -> Iterator[None]:
-        """Make a step of a round; what it raises breaks the group, or (an overflow) ends the round."""
+        """Run a step of a round. An error breaks the group, except an overflow, which ends the round.
+
+        Refused tokens (NotBegunError) leave the lane as it was. Raises UsageError if the round is over.
+        """
         self.group.membership.require_whole()
         if self.state is not under_way or self.state.number != number:
             raise aiote.UsageError(f"{name}: the round is over; a lane has one round at a time")
@@ -219,20 +230,20 @@ class Lane:
         self.state.leave(name)
 
     async def run(self, name: str, under_way: RoundState, number: int, body: Callable[[], Any]) -> Any:
-        """Make a step that waits; by its end, if it fails, nothing of this lane is under way."""
+        """Run a step that waits. If it breaks the group, first end all transfers of this lane."""
         try:
             with self.step(name, under_way, number):
                 return await body()
         except BaseException:
             if self.group.membership.failure is not None:
                 self.cancel()
-                # What a GPU does not end is told by the reset, or when the group is left.
+                # Kernels that a GPU does not end are reported by the reset, or when the group is left.
                 with suppress(GroupBrokenError):
                     await to_the_end(self.drain)
             raise
 
     def begin(self, x: Any, ids: Any, weights: Any, scales: Any, count: int | None) -> Round:
-        """Begin a round: check what is given, and send route and rows."""
+        """Begin a round: check the arguments, and send the route and rows. Raises as `MoeGroup.dispatch_send`."""
         config = self.sizes.config
         tokens = len(ids) if count is None else count
         if not 0 <= tokens <= min(len(ids), config.tokens):
@@ -250,7 +261,7 @@ class Lane:
         return made
 
     def given(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> Given:
-        """Return what a round is given, as lines. Raises UsageError."""
+        """Return the arrays that a round is given, as lines; weights are copied. Raises UsageError."""
         config, shape = self.sizes.config, (len(ids), self.sizes.config.top_k)
         beside = np.empty((tokens, 0), np.uint8)
         if config.scales:
@@ -265,11 +276,11 @@ class Lane:
         )
 
     def round_of(self, given: Given) -> Round:
-        """Return a round of what it is given."""
+        """Return a new round for these tokens."""
         return Round(self, given)
 
     def inputs(self, like: Any) -> tuple[Any, Any]:
-        """Return the arrays that tokens may be put into."""
+        """Return the arrays that tokens and scales may be put into, as `MoeGroup.inputs`."""
         sizes, config = self.sizes, self.sizes.config
         like = np.empty(0) if like is None else like
         rows = self.memory.inputs

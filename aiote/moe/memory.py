@@ -1,15 +1,17 @@
-"""A rank's memory: what peers write to, and what it writes from. Allocated and registered when the group opens.
+"""A rank's memory: the inbox, which peers write to, and the outbox, which the rank writes from.
 
-The map of a lane is the same on every rank, so that a rank knows where its rows go without being told:
+Both are allocated and registered when the group opens. The map of a lane is the same on every rank, so a rank can
+compute where its rows go in another's inbox:
 
     inbox:  routes [rank][parity] | rows | answers
-    outbox: routes [parity] | rows | what experts return, if written from there | answers, if packed
+    outbox: routes [parity] | rows | the experts' results, if written from there | answers, if packed
 
-The rows of the inbox are those of the batch itself where they are written in place (`direct`, layout "rank"); else a
-private part for each source and a shared part, out of which the receiver places them.
+If rows are written in place (`direct`, layout "rank"), the rows of the inbox are those of the batch itself. Otherwise
+they are a private part for each source and a shared part, and the receiver copies them from there to their places.
 
-Where a lost rank is masked, each source has a part of its own of all three, and a lease of nothing else, so that no
-rank can have another one masked. Else a rank that writes elsewhere spoils the round for all.
+With on_loss="mask" each source has a part of its own for its routes, rows and answers, and its lease covers only these
+parts. Therefore no rank can make the others mask a third one. With on_loss="raise" a rank that writes elsewhere spoils
+the round for all.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ PAGE = 4096
 
 
 class LaneMap:
-    """Where in the inbox and the outbox the parts of a lane begin, and how many lines they have."""
+    """The offsets of a lane's parts in the inbox and in the outbox, and how many lines each part has."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.route = route_bytes(sizes)
@@ -43,7 +45,7 @@ class LaneMap:
         self.answers_at = self.rows_at + round_up(self.inbox_rows * sizes.row, PAGE)
         self.inbox = self.answers_at + round_up(sizes.answer_lines * sizes.y_row, PAGE)
         self.outbox_rows = sizes.config.tokens if sizes.direct else sizes.sent
-        # A copy has one answer with reduce="expert"; else each place has one row, and each row one answer.
+        # With reduce="expert" each copy has one answer. Otherwise each place has one row, and each row one answer.
         copies = sizes.ranks * sizes.config.tokens
         self.packed = (
             0
@@ -60,11 +62,11 @@ class LaneMap:
         self._sizes = sizes
 
     def route_at(self, rank: int, parity: int) -> int:
-        """Return where a rank's route of such a round goes, in each inbox."""
+        """Return the offset in each inbox of a rank's route for rounds of a parity."""
         return (2 * rank + parity) * self.route
 
     def parts(self, rank: int) -> list[slice]:
-        """Return what a rank may write to in another's inbox: in order, and in as few parts as there can be."""
+        """Return the parts of another's inbox that a rank may write to, in order, and as few of them as possible."""
         sizes, lanes = self._sizes, self._sizes.config.lanes
         if not sizes.apart:
             return [slice(0, self.inbox * lanes)]
@@ -83,7 +85,7 @@ def _lines(memory: Bytes, at: int, count: int, width: int) -> Bytes:
 
 
 class LaneMemory:
-    """The arrays of one lane, all of them lines of bytes."""
+    """The arrays of one lane: its lines of bytes, and the numbers that its steps share."""
 
     def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes, launcher: Launcher | None) -> None:
         self._launcher = launcher
@@ -98,7 +100,7 @@ class LaneMemory:
         self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
         in_place = sizes.direct or sizes.whole
         self.placed: Any = self.received
-        # Lines of what experts return that are written from where they lie.
+        # Lines of the experts' results that are written to peers without a copy.
         self.written = _lines(outbox, lane.y_at, lane.written, sizes.y_row)
         self.y: Any = self.written
         if not in_place:
@@ -108,12 +110,12 @@ class LaneMemory:
         self.position = np.empty((tokens, top_k), np.int32)
         self.copy_position = np.empty((tokens, top_k), np.int32)
         self.tail = np.empty((tokens, 4 + 8 * top_k), np.uint8)
-        # Of layout "rank" and copies by rank: which experts each copy is for, and where its rows are.
+        # With copies by rank: where the rows of each copy are; with layout "rank", which experts the copy is for.
         shape = sizes.ranks, tokens if sizes.config.copies == "rank" else 0, top_k
         self.copies = np.empty(shape, np.int32)
         self.topk_ids: Any = self.copies
         if launcher is not None:
-            # What the user sees lies in the GPU's memory; what NICs read and write, in the host's.
+            # The user's arrays are in the GPU's memory; the memory that NICs read and write is the host's.
             self.inputs, self.placed, self.y = (
                 launcher.zeros(one.size, np.uint8).reshape(one.shape) for one in (self.inputs, self.placed, self.y)
             )
@@ -121,15 +123,15 @@ class LaneMemory:
             self.topk_ids = launcher.zeros(self.copies.size, np.int32).reshape(shape)
 
     def on_host(self, rows: Any) -> Bytes:
-        """Return lines where NumPy reaches them; waits for the GPU where they are in its memory."""
+        """Return lines in memory that NumPy can read; for lines in a GPU's memory wait for the GPU, and copy them."""
         return rows if self._launcher is None else self._launcher.fetch(rows)
 
 
 class RankMemory:
-    """The inbox, of which each peer has a lease while the group is open, and the outbox."""
+    """The inbox and the outbox. While the group is open, each peer holds a lease of its parts of the inbox."""
 
     def __init__(self, sizes: Sizes, launcher: Launcher | None = None) -> None:
-        """Allocate it; for a GPU in memory of the host that its kernels reach, so that every rail does, too."""
+        """Allocate the memory. For a GPU it is host memory that kernels can reach, so that every rail can, too."""
         self.map = LaneMap(sizes)
         lanes = sizes.config.lanes
         lengths = self.map.inbox * lanes, self.map.outbox * lanes
@@ -151,16 +153,16 @@ class RankMemory:
 
     @property
     def inbox(self) -> aiote.Region:
-        """What peers write to."""
+        """The region that peers write to."""
         return self._regions[0]
 
     @property
     def outbox(self) -> aiote.Region:
-        """What this rank writes from."""
+        """The region that this rank writes from."""
         return self._regions[1]
 
     async def register(self, engine: aiote.Engine) -> None:
-        """Register both; what was registered is closed again where one fails."""
+        """Register the inbox and the outbox. If one fails, close what was registered and raise its error."""
         self._engine = engine
         try:
             for memory in (self._inbox, self._outbox):
@@ -170,28 +172,28 @@ class RankMemory:
             raise
 
     def lend(self, rank: int, address: aiote.Address) -> list[bytes]:
-        """Return the descriptors of a peer's parts of the inbox; the lease lasts until `take_back`."""
+        """Lease a peer its parts of the inbox, and return their descriptors; the lease lasts until `take_back`."""
         if rank not in self._leases:
             parts = [self.inbox[part] for part in self.map.parts(rank)]
             self._leases[rank] = self._engine.lease(parts, address)
         return list(self._leases[rank].descriptors)
 
     async def take_back(self, rank: int) -> None:
-        """Return once a peer cannot write to the inbox any more. Cancelling leaves the revocation to go on."""
+        """Revoke a peer's lease; return once the peer cannot write any more. Cancelling does not stop revoking."""
         lease = self._leases.get(rank)
         if lease is not None:
             await lease.revoke()
             self._leases.pop(rank, None)
 
     async def take_all_back(self) -> None:
-        """Return once nobody can write to the inbox any more."""
+        """Revoke all leases; return once no peer can write to the inbox any more."""
         for lease in self._leases.values():
             lease.begin_revoking()
         for rank in tuple(self._leases):
             await self.take_back(rank)
 
     async def close(self) -> None:
-        """End the registrations, once nothing uses them. Idempotent."""
+        """Close the registrations, once no transfer uses them. Idempotent."""
         while self._regions:
             await self._regions[-1].aclose()
             self._regions.pop()

@@ -1,4 +1,4 @@
-"""The plan of a round by native code: what rounds use. `plan.Plan` is the reference, which it gives the same as."""
+"""The plan of a round by native code, which rounds use. `plan.Plan` is the reference; both give the same results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["NativePlan"]
 
 
 class NativePlan(Plan):
-    """As `Plan`, whose tables and runs are found without the interpreter."""
+    """A `Plan` whose tables and runs are computed by native code."""
 
     def _lay_out(self, counts: Counts) -> None:
         sizes, config, ranks = self.sizes, self.sizes.config, self.sizes.ranks
-        # One array for several, and one buffer to hand over: each costs as much as finding what is in it.
+        # One array holds several tables, and is one buffer to hand over: each further array or buffer costs as much
+        # as computing its content.
         self._tables = np.empty((4, ranks, ranks, sizes.local), np.int64)
         self._at_rank = np.empty((2, ranks, sizes.local), np.int64)
         pairs = np.empty((4, ranks, ranks), np.int64)

@@ -1,4 +1,4 @@
-"""A group of ranks for the length of an `async with`."""
+"""Opening and closing a group of ranks: `open_group`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ async def open_group(
 ) -> AsyncIterator[MoeGroup]:
     """Be a rank of a group for the length of an `async with`; `members` are the addresses of all ranks, in order.
 
-    Entered when every rank is there, in whatever order they come, within `open_timeout` seconds; the engine's
-    `connect_timeout` by default, `math.inf` for no limit. All memory is allocated and registered here. An engine may be
-    in several groups, by `group`. With `debug` rows of a batch that is over are overwritten. With `device`, the number
-    of a GPU, arrays are of its memory (cupy's, torch's); steps launch kernels on cupy's current stream, which is the
-    same in all of them, and what they return is valid in its order. With on_loss="mask" nobody waits for the ranks that
-    are `masked`, on every rank alike, from the start.
-    Raises UsageError for ranks that have different configs and for a GPU that is not there, PeerError for one that
-    cannot be reached, ConnectTimeoutError that names those that have not come, FabricError where memory cannot be
-    registered; when it is left, GroupBrokenError where a GPU does not end what uses this rank's memory.
+    The body begins when every rank has opened the group, in whatever order, within `open_timeout` seconds: by default
+    the engine's `connect_timeout`, `math.inf` for no limit. All memory is allocated and registered here. An engine may
+    be in several groups, which differ by their number `group`. With `debug` the rows of a batch are overwritten once it
+    is over. With `device`, the number of a GPU, arrays are in its memory (cupy's, torch's). Steps then launch kernels
+    on cupy's current stream, which must be the same in all steps; their results are valid in the order of that stream.
+    With on_loss="mask" the ranks in `masked`, which every rank gives alike, take no part from the start.
+    Raises UsageError if ranks have different configs, or if there is no such GPU; PeerError if a rank cannot be
+    reached; ConnectTimeoutError, which names the ranks that have not come; FabricError if memory cannot be registered.
+    On leaving, raises GroupBrokenError if kernels of a GPU that use this rank's memory do not end.
     """
     moe = MoeGroup(engine, members, rank, config, group, debug, device)
     for lost in masked:

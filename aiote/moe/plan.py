@@ -1,13 +1,14 @@
-"""From the counts of all ranks to who writes what where. Pure; every rank computes the same from the same counts.
+"""The plan of a round, derived from the counts of all ranks: each rank's rows, their places, and its writes. Pure.
 
-A source orders its rows by (expert, token, k), or, with copies by rank, by (rank, token); `start[s, t]` is where those
-for rank t begin, and where t's answers to them begin. A rank places its rows by (expert, source, token, k). So the rows
-of one source for one expert lie next to each other on either side, and a *run* of rows is all that has to be named:
+Every rank computes the same plan from the same counts. A source orders its rows by (expert, token, k), or, with copies
+by rank, by (rank, token); `start[s, t]` is the first row of source s for rank t, and `answer[s, t]` the first place of
+t's answers to them. A rank places its rows by (expert, source, token, k). The rows of one source for one expert are
+therefore adjacent on both sides, so a *run* of rows describes them completely:
 
     rows of source s for expert e:  first[s, e] ... in the source's order
                                     base[e] + before[s, e] ... in place, `kept[s, e]` of them
 
-What does not fit is dropped by a rule of counts alone: an expert keeps its first rows, in the order of sources.
+Which rows are dropped depends on counts alone: an expert keeps its first rows, in the order of sources.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ __all__ = ["Counts", "Plan", "Runs"]
 
 Ints = NDArray[np.int64]
 Runs = NDArray[np.int64]
-"""Runs of rows to copy, one a line: the first row there, the first row here, and how many."""
+"""Runs of rows to copy (runs, 3): each has the first row at the target, the first row at the source, and a count."""
 
 
 class Counts(NamedTuple):
-    """What every rank sends: rows for each expert (ranks, experts), and copies for each rank (ranks, ranks)."""
+    """The counts of all ranks: rows for each expert (ranks, experts), and copies for each rank (ranks, ranks)."""
 
     experts: Ints
     copies: Ints
 
 
 class Plan:
-    """One round on all ranks, seen from one of them, in NumPy: the reference of `native_plan.NativePlan`."""
+    """One round on all ranks, seen from rank `me`, in NumPy: the reference for `native_plan.NativePlan`."""
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
         self.sizes, self.me = sizes, me
         self._runs: dict[tuple[int, int], Runs] = {}
         self.by_rank: Ints
-        """Rows of (source, target, expert of the target)."""
+        """Rows for each (source, target, expert of the target)."""
         self.sent: Ints
-        """Rows, or copies, of (source, target)."""
+        """Rows, or copies, for each (source, target)."""
         self.kept_rows: Ints
-        """Rows of (source, target) that are not dropped."""
+        """Rows for each (source, target) that are not dropped."""
         self._lay_out(counts)
         if sizes.apart:
             self.answer = np.broadcast_to(np.arange(sizes.ranks) * sizes.answers_of_rank, self.sent.shape)
 
     def _lay_out(self, counts: Counts) -> None:
         sizes, config, ranks = self.sizes, self.sizes.config, self.sizes.ranks
-        # Experts padded to as many on each rank, so that everything is an array.
+        # Pad the experts to the same number on each rank, so that everything is an array.
         padded = np.zeros((ranks, ranks * sizes.local), np.int64)
         padded[:, : config.experts] = counts.experts
         self.by_rank = padded.reshape(ranks, ranks, sizes.local)
@@ -71,7 +72,7 @@ class Plan:
         self.answer = np.cumsum(returned, 1) - returned
 
     def _places(self, totals: Ints) -> tuple[Ints, Ints]:
-        """Return where each expert's rows begin at its rank, and how many are taken."""
+        """Return, for all experts, the first place of each expert's rows at its rank, and how many rows it keeps."""
         sizes = self.sizes
         if sizes.config.layout == "grouped":
             base = np.broadcast_to(np.arange(sizes.local) * sizes.rows, totals.shape)
@@ -81,7 +82,7 @@ class Plan:
         align = sizes.config.align
         stride = -(-totals // align) * align
         base = np.cumsum(stride, 1) - stride
-        # Once one does not fit, those behind it do not either.
+        # Once an expert's rows do not fit, the rows of later experts do not fit either.
         return np.minimum(base, sizes.rows), np.clip(sizes.rows - base, 0, totals)
 
     def _longest(self, totals: Ints) -> int:
@@ -93,11 +94,11 @@ class Plan:
     # Placing what was received.
 
     def expert_rows(self) -> Ints:
-        """Return how many rows each of this rank's experts has."""
+        """Return how many rows each of this rank's experts keeps (experts of the rank,)."""
         return self.taken[self.me, : self.sizes.held(self.me)]
 
     def offsets(self) -> Ints:
-        """Return where each of this rank's experts begins, and behind them the end."""
+        """Return the first row of each of this rank's experts, followed by the end of the last (experts + 1,)."""
         held, rows = self.sizes.held(self.me), self.sizes.rows
         if self.sizes.config.layout == "grouped":
             return np.arange(held + 1) * rows
@@ -108,10 +109,11 @@ class Plan:
     def runs(self, source: int, target: int) -> Runs:
         """Return the runs of a source's rows at a target: (row in place, row from the source's first, rows).
 
-        Every step of a round asks for them, so they are kept; nobody changes them.
+        Every step of a round asks for the runs, so the plan caches them as read-only arrays.
         """
         if (source, target) not in self._runs:
-            # All to or from one rank at once: a step asks for these, and NumPy takes as long for one as for eight.
+            # Compute all runs to or from one rank at once: a step needs them all, and NumPy takes as long for one
+            # pair of ranks as for eight.
             ranks = range(self.sizes.ranks)
             if source == self.me:
                 self._find(source, None, [(source, other) for other in ranks])
@@ -120,7 +122,7 @@ class Plan:
         return self._runs[source, target]
 
     def _find(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
-        """Keep the runs of one source's rows at each rank, or of each rank's at one target."""
+        """Cache the runs of one source's rows at each rank, or of each rank's rows at one target."""
         sources, targets = (slice(None) if rank is None else rank for rank in (source, target))
         kept, first = self.kept[sources, targets], self.first[sources, targets]
         chosen = kept > 0
@@ -132,16 +134,16 @@ class Plan:
             self._runs[pair] = found[begin : begin + count]
             begin += count
 
-    # Packed: a private part that goes before the counts are known, and the rest.
+    # Placement "packed": rows of the private part are sent before all counts are known, the others afterwards.
 
     def private(self, source: int, target: int) -> int:
-        """Return how many rows go to the part of the region that is the source's own."""
+        """Return how many of a source's rows go to its private part of the target's receive region."""
         return min(int(self.sent[source, target]), self.sizes.private)
 
     def beyond(self, source: int, target: int) -> Runs:
-        """Return the runs of what goes to the shared part: (row from the first there, row from the first here, rows).
+        """Return the runs that go to the shared part: (row in the source's share of it, row from its first here, rows).
 
-        Rows that are dropped are left out, so that the shared part is no larger than what can be placed.
+        They omit dropped rows, so the shared part needs room only for rows that can be placed.
         """
         if not self.sizes.shared:
             return np.zeros((0, 3), np.int64)
@@ -154,11 +156,11 @@ class Plan:
         return np.stack((np.cumsum(count) - count, here, count), 1)
 
     def shared(self, source: int, target: int) -> int:
-        """Return where a source's part of the shared region begins, in rows of it."""
+        """Return where a source's share of the shared part begins, in rows."""
         return sum(int(self.beyond(other, target)[:, 2].sum()) for other in range(source))
 
     def arrived(self, source: int) -> Runs:
-        """Return the runs of another rank's rows that lie in this rank's region: (row in place, row there, rows)."""
+        """Return the runs of another rank's rows in this rank's receive region: (row in place, row received, rows)."""
         mine = self.sizes.private
         if not self.sizes.shared:
             placed: Runs = self.runs(source, self.me) + np.array([0, source * mine, 0])
@@ -172,28 +174,28 @@ class Plan:
         return np.concatenate((near, np.stack((place, first + np.cumsum(late_count) - late_count, late_count), 1)))
 
     def arrivals(self, source: int) -> int:
-        """Return how many writes of a source arrive here; a function of counts alone."""
+        """Return how many writes of rows a source makes to this rank; the number depends on counts alone."""
         refused = self.overflows and self.sizes.config.on_overflow == "raise"
         if self.sizes.direct:
             return 0 if refused else int(self.kept_rows[source, self.me])
         beyond = 0 if refused or not self.sizes.shared else len(self.beyond(source, self.me))
         return int(self.private(source, self.me) > 0) + int(beyond > 0)
 
-    # The way back.
+    # Answers.
 
     def replies(self, target: int) -> int:
-        """Return how many writes answer what this rank sent to another."""
+        """Return how many writes a target makes to answer this rank's rows."""
         if self.sizes.config.reduce == "expert":
             return int(self.sent[self.me, target] > 0)
         kept = int(self.kept_rows[self.me, target])
         if self.sizes.direct or not self.overflows:
             return kept if self.sizes.direct else int(kept > 0)
         _, here, count = self.runs(self.me, target).T
-        # One for each piece between rows that were dropped.
+        # One write for each piece between dropped rows.
         return int((here[1:] != (here + count)[:-1]).sum()) + int(len(here) > 0)
 
     def answers_at(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return where the answer to each of this rank's rows, or copies, lies: -1 for position -1, which is no row."""
+        """Return the place of the answer to each of this rank's rows, or copies; -1 where `position` is -1 (no row)."""
         at, me = position.copy(), self.me
         if self.sizes.apart:
             first = np.cumsum(self.returned[me]) - self.returned[me]
@@ -203,7 +205,7 @@ class Plan:
         return at
 
     def dropped(self, position: Ints) -> NDArray[np.bool_]:
-        """Return which of this rank's rows, by their position in its order, are dropped; -1 is none."""
+        """Return which of this rank's rows are dropped, by their position in its order; False for -1 (no row)."""
         order = self.first[self.me].reshape(-1)
         expert = np.searchsorted(order, position, side="right") - 1
         late: NDArray[np.bool_] = (position >= 0) & (position - order[expert] >= self.kept[self.me].reshape(-1)[expert])

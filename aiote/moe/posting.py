@@ -1,7 +1,7 @@
-"""Posting the writes of one step to many ranks: the one place that says how.
+"""Posting the writes of one step to many ranks. This module alone decides how.
 
-Where a lost rank breaks the group, all writes of a step are one scatter, which is prepared for the epoch. Where it is
-masked each has a transfer of its own, for of a scatter only the first failure is known.
+With on_loss="raise" all writes of a step are one scatter, which is prepared for the epoch. With on_loss="mask" each
+write is a transfer of its own, because a scatter reports only its first failure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 class Write(NamedTuple):
-    """Bytes of the outbox to write to a rank's inbox: where they begin there and here, and how many."""
+    """Bytes of the outbox to write to a rank's inbox: the offset in the inbox, that in the outbox, and how many."""
 
     rank: int
     to: int
@@ -30,20 +30,20 @@ class Write(NamedTuple):
 
 
 class Inbox:
-    """The parts of a rank's inbox that it has lent, in order, and a region of each."""
+    """The parts of a rank's inbox that it has lent to this rank, in order, and a region for each."""
 
     def __init__(self, parts: Sequence[slice], regions: Sequence[aiote.RemoteRegion]) -> None:
         self.regions = regions
         self._begins = [part.start for part in parts]
 
     def find(self, to: int) -> tuple[int, int]:
-        """Return the number of the part that a place in the inbox is in, and where in that part."""
+        """Return the number of the part that contains an offset of the inbox, and the offset within that part."""
         number = bisect_right(self._begins, to) - 1
         return number, to - self._begins[number]
 
 
 class Posting:
-    """The ranks' inboxes in one epoch, and the transfers under way to them."""
+    """The ranks' inboxes in one epoch, and the ways to write to them."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class Posting:
         lost: Callable[[int, str], None],
         alone: Mapping[int, aiote.PeerGroup],
     ) -> None:
-        """`firsts` are the first immediates of each rank, `peers` the inboxes' ranks; None where each may be masked.
+        """Prepare the scatters. `firsts` are the first immediates of each rank.
 
-        `lost` is told of one that cannot be written to by itself. What flags release may go to each of those `alone`,
-        which are as `groups_alone` has made them.
+        `peers` is one group of all ranks in `inboxes`, or None with on_loss="mask". `lost` is called for a rank that
+        cannot be written to. `alone` are the groups from `groups_alone`, for writes that flags release.
         """
         self._firsts = firsts
         self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
         self._places = {rank: place for place, rank in enumerate(inboxes)}
         targets = {rank: [aiote.ScatterTarget(outbox, part) for part in one.regions] for rank, one in inboxes.items()}
-        # Where a lost rank breaks the group, an inbox has one part.
+        # With on_loss="raise" an inbox has one part.
         whole = [part for parts in targets.values() for part in parts]
         self._scatter = None if peers is None else engine.prepare_scatter(peers, whole)
         self._alone: dict[int, aiote.PreparedScatter] = {}
@@ -75,10 +75,10 @@ class Posting:
                 lost(rank, str(error))
 
     def write(self, writes: list[Write], slot: int) -> list[tuple[int, aiote.Transfer]]:
-        """Start writes that count 1 each, on that one of their rank's immediates (`wire.slot_of`); return the transfers
-        with the rank that each is to, -1 for several.
+        """Start writes that each count 1 on their rank's immediate for `slot` (`wire.slot_of`); return the transfers,
+        each with its target rank, or -1 for several ranks.
 
-        Raises as `PreparedScatter.submit`.
+        Raises the errors of `PreparedScatter.submit`.
         """
         if not writes:
             return []
@@ -90,16 +90,17 @@ class Posting:
         return [(-1, self._scatter.submit(lengths, local, remote, imms, to=places))]
 
     def _numbers(self, ranks: Sequence[int], slot: int) -> Ints:
-        """Return the immediate with which each rank is written to."""
+        """Return the immediates that writes to these ranks carry."""
         return np.array([self._firsts[rank] + slot for rank in ranks], np.int64)
 
     def when(
         self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
-        """Start writes that are posted when a flag is raised: lengths and places here are read then, places there now.
+        """Start writes that are posted when a flag is raised.
 
-        A length of 0 posts nothing; a rank may be named more than once. It is one transfer, where a lost rank breaks
-        the group. Else as `write`.
+        `numbers` are lengths, offsets in the outbox and offsets in the inboxes; the first two are read when the flag is
+        raised, the last now. A length of 0 posts no write; a rank may be named more than once. With on_loss="raise" all
+        writes are one transfer. Otherwise as `write`.
         """
         if self._scatter is None:
             return self.when_alone(flag, value, ranks, numbers, slot)
@@ -111,10 +112,10 @@ class Posting:
     def when_alone(
         self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
-        """Start the same, each a transfer of its own: one that fails, or whose rank leaves, stops no other."""
+        """Do as `when`, with one transfer for each write, so that a failure, or a rank that leaves, stops no other."""
         made = []
         for place, rank in enumerate(ranks):
-            # It may have been lost before the group was whole.
+            # The rank may have been lost before the group was complete.
             if rank in self._alone:
                 length, at = (one[place : place + 1] for one in numbers[:2])
                 part, there = np.array([self._inboxes[rank].find(int(numbers[2][place]))], np.int64).T
@@ -129,7 +130,7 @@ class Posting:
         return made
 
     def told(self, flag: NDArray[np.uint32], value: int) -> aiote.Transfer:
-        """Return what is over when a flag is raised. Raises as `PreparedScatter.submit_when`."""
+        """Return a transfer that ends when a flag is raised. Raises the errors of `PreparedScatter.submit_when`."""
         nothing = np.zeros(0, np.int64)
         return self._alone[-1].submit_when(flag, value, nothing, to=nothing)
 
@@ -149,7 +150,10 @@ class Posting:
     def pages(
         self, rank: int, to: tuple[int, Ints], at: tuple[int, Ints], nbytes: int, slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
-        """Start to write rows, each of which counts 1: from where the rows begin there and here, and their numbers."""
+        """Start to write rows of `nbytes` that each count 1 on the rank's immediate for `slot`.
+
+        `to` and `at` describe the rows in the inbox and in the outbox: the offset of row 0, and the row numbers.
+        """
         if not len(to[1]):
             return []
         source = aiote.Pages(self._outbox, at[1], nbytes, offset=at[0])
@@ -161,7 +165,7 @@ class Posting:
 async def groups_alone(
     engine: aiote.Engine, peers: Mapping[int, aiote.Peer], lost: Callable[[int, str], None]
 ) -> dict[int, aiote.PeerGroup]:
-    """Return a group of each rank by itself, but of those that are lost, and, as -1, one of nobody."""
+    """Return a group for each rank by itself, and, as -1, an empty group. A lost rank is reported and left out."""
     found = {-1: await engine.peer_group([])}
     for rank, peer in peers.items():
         try:

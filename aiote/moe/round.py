@@ -1,7 +1,7 @@
 """One round of a rank, step by step.
 
-The plan says what goes where (`plan`), the kernels move rows within this rank's memory, `posting` writes them to
-others, and `arrivals` waits; the lane says whose turn it is.
+The plan assigns rows to places (`plan`), the kernels move rows within this rank's memory, `posting` writes them to
+other ranks, `arrivals` waits for theirs, and the lane checks the order of the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Given", "Round"]
 
 
 class Given:
-    """The tokens of a round, as lines of bytes."""
+    """The arguments of a dispatch, with rows as lines of bytes. `like` is an array of the kind that the caller uses."""
 
     __slots__ = ("ids", "like", "scales", "tokens", "weights", "x")
 
@@ -39,7 +39,7 @@ class Given:
 
 
 class Round:
-    """A round under way. Returned by `MoeGroup.dispatch_send`; its steps are taken in order, once each."""
+    """A round in progress, returned by `MoeGroup.dispatch_send`. The caller takes its steps in order, once each."""
 
     def __init__(self, lane: Lane, given: Given) -> None:
         self._lane, self._given = lane, given
@@ -52,7 +52,7 @@ class Round:
         self._plan: Plan | None = None
         self._came: list[int] = []
         self._own: NDArray[np.int32] | None = None
-        # Of copies by rank, whether this rank's own lie where the others' do.
+        # With copies by rank: whether this rank's own copies are in the receive region, like the others'.
         self._own_received = lane.sizes.whole
         self._y_like: Any = given.like
         self.answered: NDArray[np.bool_] | None = None
@@ -76,7 +76,7 @@ class Round:
     # Sending.
 
     def send(self) -> None:
-        """Send the route to every rank, and with placement "packed" what needs no other rank's route."""
+        """Send the route to every rank, and with placement "packed" the rows that need no other rank's route."""
         memory, sizes, config, me = self._memory, self._sizes, self._config, self._group.rank
         self._position = memory.position[: self._tokens]
         self._copy = memory.copy_position[: self._tokens]
@@ -93,7 +93,7 @@ class Round:
         where = self._group.memory.map
         slot = where.route_at(me, self._parity)
         base, here = self._base(), self._outbox()
-        # Each rank begins with the one behind it, so that not all write to the same one at once.
+        # Each rank begins with the next higher rank, so that not all write to the same rank at once.
         active = sorted(self._group.membership.active, key=lambda rank: (rank - me) % sizes.ranks)
         self._write([Write(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE)
         self._starts = np.cumsum(sent) - sent
@@ -124,7 +124,7 @@ class Round:
         return Write(rank, to + line * row, at + first * row, count * row)
 
     def _pack(self, first: int, count: int) -> None:
-        """Put tokens where they are sent from; those for this rank's own experts in place, where that is known."""
+        """Pack tokens with scales and tails into the outbox; this rank's own rows go into place, if that is known."""
         memory, sizes, given = self._memory, self._sizes, self._given
         tail = memory.tail[: self._tokens]
         top_k = self._config.top_k
@@ -151,7 +151,7 @@ class Round:
     # Receiving.
 
     async def dispatch_recv(self) -> Batch:
-        """Wait for the rows of all ranks, and return them as a batch. Else as `MoeGroup.dispatch`."""
+        """Wait for the rows of all ranks, and return them as a batch. Otherwise as `MoeGroup.dispatch`."""
         made: Batch = await self._lane.run("dispatch_recv", self._state, self.number, self._receive)
         return made
 
@@ -171,7 +171,7 @@ class Round:
         return self._batch(plan)
 
     def _take(self, plan: Plan, routes: dict[int, Route], came: list[int]) -> Plan:
-        """Place the rows of the ranks that have come; return the plan of those whose rows are what their routes say."""
+        """Place the rows of the ranks that have come; return the plan of those whose rows match their routes."""
         if len(came) < len(routes):
             plan = self._planned({rank: routes[rank] for rank in came})
         self._came = came
@@ -182,7 +182,7 @@ class Round:
         return self._take(plan, routes, [rank for rank in came if rank != liar])
 
     def _read(self, came: list[int]) -> dict[int, Route]:
-        """Return the routes of the ranks that have come, without those of ranks that they cannot be of."""
+        """Return the routes of the ranks that have come, and lose the ranks whose routes are impossible."""
         found = {}
         for rank in came:
             words, epoch = self._memory.routes[self._parity, rank], self._group.membership.epoch
@@ -195,13 +195,13 @@ class Round:
         return found
 
     def _refuse(self, rank: int, why: str) -> None:
-        """Lose a rank that sends what cannot be. Raises PeerError where that breaks the group."""
+        """Lose a rank that sent impossible data. With on_loss="raise" raises PeerError, which breaks the group."""
         if self._config.on_loss == "raise":
             raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: {why}")
         self._group.lose(rank, why)
 
     def _planned(self, routes: dict[int, Route]) -> Plan:
-        """Return the plan of this rank and those that have come."""
+        """Return the plan of this rank and the ranks that have come."""
         sizes, me = self._sizes, self._group.rank
         experts = np.zeros((sizes.ranks, self._config.experts), np.int64)
         copies = np.zeros((sizes.ranks, sizes.ranks), np.int64)
@@ -211,7 +211,7 @@ class Round:
         return NativePlan(sizes, me, Counts(experts, copies))
 
     def _post_rest(self, plan: Plan, came: list[int]) -> None:
-        """Write what needed every rank's route: all rows in place, or what goes beyond the private parts."""
+        """Write the rows that needed every rank's route: all rows in place, or those beyond the private parts."""
         me, sizes, where = self._group.rank, self._sizes, self._group.memory.map
         if sizes.direct:
             tokens = self._tokens_in_order()
@@ -225,7 +225,7 @@ class Round:
         for rank in came if sizes.shared else ():
             runs = plan.beyond(me, rank)
             if len(runs):
-                # Dropped rows lie in between; they go together, behind the private part, which is being written.
+                # Dropped rows lie between these rows. Move them together, behind the private part, which is in flight.
                 first = int(self._starts[rank])
                 for there, here, count in runs.tolist():
                     rows = self._memory.sent[first + here : first + here + count].copy()
@@ -241,14 +241,14 @@ class Round:
         self._group.counted.sent_bytes += nbytes * len(to[1])
 
     def _tokens_in_order(self) -> NDArray[np.int64]:
-        """Return the token of each of this rank's rows, in the order of rows."""
+        """Return the number of the token of each of this rank's rows, in the order of rows."""
         tokens = np.empty(int(self._experts.sum()), np.int64)
         token, slot = np.nonzero(self._position >= 0)
         tokens[self._position[token, slot]] = token
         return tokens
 
     def _place_own(self, plan: Plan) -> None:
-        """Copy this rank's tokens to their places with its own experts."""
+        """Copy this rank's tokens for its own experts to their places."""
         me, memory = self._group.rank, self._memory
         runs = plan.runs(me, me)
         places = np.full(int(plan.sent[me, me]) + 1, -1, np.int32)
@@ -264,7 +264,7 @@ class Round:
         kernels.pack(placed, placed, 0, 0, at, rows, nothing, nothing, 0, 0)
 
     def _place(self, plan: Plan) -> int | None:
-        """Copy rows from where they were received to their places; return a rank whose rows cannot be."""
+        """Copy rows from where they were received to their places; return a rank whose rows are not as it announced."""
         memory, sizes, me = self._memory, self._sizes, self._group.rank
         if sizes.direct:
             return None
@@ -277,9 +277,9 @@ class Round:
         return None
 
     def _unfold(self, plan: Plan) -> int | None:
-        """Of copies by rank: find which experts each is for, and, unless ranks are the layout, place a row for each.
+        """Find the experts that each copy by rank is for, and, unless the layout is "rank", place a row for each.
 
-        Returns a rank whose copies are not for the experts that its route says.
+        Returns a rank whose copies are not for the experts that its route names.
         """
         for source in sorted((plan.me, *self._came)):
             rows = self._copies_of(plan, source)
@@ -289,7 +289,7 @@ class Round:
         return None
 
     def _copies_of(self, plan: Plan, source: int) -> Bytes:
-        """Return the copies that a source has for this rank, where they have been received."""
+        """Return a source's copies for this rank, in the memory where they were received."""
         count = int(plan.sent[source, plan.me])
         if source == plan.me and not self._own_received:
             return self._memory.sent[int(self._starts[source]) :][:count]
@@ -306,10 +306,13 @@ class Round:
         group.counted.rank_rows += plan.kept[:, plan.me].sum(1)
         return Batch(self, plan, self._sizes, self._memory, self._given.like, dropped, group.active)
 
-    # The way back.
+    # Answers.
 
     def combine_send(self, y: Any = None) -> None:
-        """Send what this rank's experts returned, and return at once; `y` may be used again. The batch is over."""
+        """Send this rank's experts' results, and return at once. `y` may be used again; the batch is over.
+
+        Raises UsageError for another shape or type of `y`, and if it is not the turn of this step.
+        """
         config, sizes = self._config, self._sizes
         shape = {"grouped": (sizes.held(self._group.rank), sizes.rows), "contiguous": (sizes.placed,)}
         lead = shape.get(config.layout, (sizes.ranks, config.tokens))
@@ -320,7 +323,7 @@ class Round:
             self._answer(rows)
 
     def _answer(self, y: Bytes) -> None:
-        """Answer every source: each row by itself, or together, from where they lie or from where they are packed."""
+        """Answer every source: one write for each row, or packed answers in as few writes as possible."""
         plan, memory, sizes = self._known(), self._memory, self._sizes
         me, where = self._group.rank, self._group.memory.map
         at = self._outbox() + (where.y_at if sizes.whole else where.packed_at)
@@ -343,7 +346,7 @@ class Round:
                 )
                 line += count
         if self._group.debug:
-            # Before the answers leave, behind which the sources' next rows come.
+            # Overwrite before the answers leave, because the sources send their next rows once they have them.
             self._poison()
         self._write(writes, ANSWER)
 
@@ -351,11 +354,11 @@ class Round:
         self._memory.placed[...] = 0xFF
 
     def _in_place(self, y: Any) -> bool:
-        """Whether what experts return lies where it can be written from."""
+        """Return whether the experts' results are already in the memory that answers are written from."""
         return same_memory(y, self._memory.y)
 
     def _own_places(self, y: Bytes) -> NDArray[np.int32] | None:
-        """Return where in `batch.y` the answers to this rank's own rows lie, in order, if the sum takes them there."""
+        """Return the places in `batch.y` of the answers to this rank's own rows, if the sum can read them there."""
         plan, me = self._known(), self._group.rank
         if self._config.reduce == "expert" or not self._in_place(y):
             return None
@@ -365,7 +368,7 @@ class Round:
         return places
 
     def _whole_answers(self, y: Bytes, source: int) -> list[tuple[int, int]]:
-        """Have the answers to a source where they are written from; return the piece as `_pack_answers` does."""
+        """Put the answers to a source where they are written from; return the piece as `_pack_answers` does."""
         plan, memory, me = self._known(), self._memory, self._group.rank
         line, count = source * self._config.tokens, int(plan.sent[source, me])
         if source == me or not self._in_place(y):
@@ -378,9 +381,10 @@ class Round:
         return self._plan
 
     def _pack_answers(self, y: Bytes, source: int, to: Bytes) -> list[tuple[int, int]]:
-        """Put the answers to a source together; return the pieces, (row of its answers, rows), that are written.
+        """Pack the answers to a source; return the pieces to write: (row among the source's answers, rows).
 
-        To the source's own order there are gaps only where rows were dropped. Its own rank's keep them.
+        Answers are in the source's order. Each gap that dropped rows leave in that order ends a piece. The packed
+        answers have no gaps, except those of this rank itself, which stay in its own order.
         """
         plan, sizes = self._known(), self._sizes
         if self._config.reduce == "expert":
@@ -398,7 +402,7 @@ class Round:
         return merged(runs)
 
     def _answer_rows(self, y: Bytes, source: int, to: int) -> None:
-        """Answer a source row by row, from where they lie."""
+        """Answer a source with one write for each row, from where the results are."""
         plan, me, nbytes, where = self._known(), self._group.rank, self._sizes.y_bytes, self._group.memory.map
         runs = plan.runs(source, me)
         if source == me:
@@ -410,9 +414,10 @@ class Round:
         self._pages(source, (to, there), (self._outbox() + where.y_at, here), self._sizes.y_row, ANSWER)
 
     def reweigh(self, topk_weights: Any, skipped: NDArray[np.bool_] | None = None) -> None:
-        """Take other weights (tokens, k) than were dispatched, before `combine_recv`; what is skipped adds nothing.
+        """Replace the dispatched weights (tokens, k), before `combine_recv`; `skipped` (tokens, k) add nothing.
 
-        For programs that know the weights only then. Of no use with reduce="expert". Raises UsageError.
+        This is for programs that know the weights only then. Raises UsageError with reduce="expert", where the experts'
+        ranks have applied the weights already, and for another shape or type.
         """
         if self._config.reduce == "expert":
             raise aiote.UsageError("reweigh: with reduce='expert' the experts' ranks have applied the weights")
@@ -424,7 +429,7 @@ class Round:
         return plain("topk_weights", topk_weights, (self._tokens, self._config.top_k), ("float32",)).copy()
 
     async def combine_recv(self, out: Any = None, *, accumulate: bool = False) -> Any:
-        """Wait for the answers, and return the sums; the round is over. Else as `MoeGroup.combine`."""
+        """Wait for the answers, and return the sums; the round is over. Otherwise as `MoeGroup.combine`."""
         if out is None and accumulate:
             raise aiote.UsageError("combine: accumulate needs an `out` to add to")
         config = self._config
@@ -441,11 +446,11 @@ class Round:
         return out
 
     def _lines(self, what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Any:
-        """Return an array of the user's as lines. Raises UsageError."""
+        """Return a caller's array as lines. Raises UsageError."""
         return lines(what, array, shape, dtype)
 
     def _sums(self) -> Any:
-        """Return lines for sums that nobody has given memory for."""
+        """Return new lines for the sums; they replace an `out` that the caller did not give."""
         return np.zeros((self._tokens, self._sizes.y_bytes), np.uint8)
 
     async def _sum(self, out: Bytes, accumulate: bool) -> None:
@@ -468,7 +473,7 @@ class Round:
         if self._own is not None:
             here = places - int(plan.answer[self._group.rank, self._group.rank])
             own = (here >= 0) & (here < len(self._own)) & (places >= 0)
-            # As the kernel counts rows of `own`.
+            # The kernel takes -2 - n for row n of `beside`.
             places[own] = -2 - self._own[here[own]]
         weights = None if by_copy else self._given.weights
         beside = () if self._own is None else (self._memory.y,)

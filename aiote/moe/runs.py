@@ -1,4 +1,4 @@
-"""Runs of rows one by one or joined, and where copies by rank have their rows: what a round asks between its steps."""
+"""Helpers of a round: expand or merge runs of rows, and find the places of copies by rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ __all__ = ["merged", "spread", "unfold"]
 
 
 def unfold(memory: LaneMemory, plan: Plan, source: int, rows: Bytes, nbytes: int) -> bool:
-    """Find the places of a source's copies, and copy so many bytes of each there, unless ranks are the layout.
+    """Find the places of a source's copies, and, unless the layout is "rank", copy `nbytes` of each to its places.
 
-    Returns whether they are for the experts that its route says. Of a source whose rows are all dropped no copy is
-    looked at: nobody answers it, so it may be in its next round, and writing the copies of that one there.
+    Returns whether the copies are for the experts that the source's route names. If all rows of a source are dropped,
+    none of its copies is read. Such a source waits for no answer, so it may already be overwriting them in its next
+    round.
     """
     sizes, me = plan.sizes, plan.me
     held, first, found = sizes.held(me), sizes.first(me), memory.copies[source, : len(rows)]
@@ -39,14 +40,14 @@ def unfold(memory: LaneMemory, plan: Plan, source: int, rows: Bytes, nbytes: int
 
 
 def spread(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of runs one by one: from each first one on so many."""
+    """Return the row numbers of all runs, one after another: `count` numbers from each `first` on."""
     ends = np.cumsum(count)
     numbers: NDArray[np.int64] = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
     return numbers
 
 
 def merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs by the source's order, (first row, rows), those that touch as one."""
+    """Return runs in the source's order as (first row, rows), with adjacent runs merged."""
     found: list[tuple[int, int]] = []
     for _, first, count in runs.tolist():
         if found and sum(found[-1]) == first:

@@ -1,21 +1,22 @@
-"""The states of a round and of a group's members. Pure: they say what may be done, and the runtime does it.
+"""The states of a round and of a group's members. Pure: they decide which step is allowed; the runtime performs it.
 
 A round goes through its phases in order, on every rank alike:
 
 | phase        | left by          | then the rank has                                    |
 |--------------|------------------|------------------------------------------------------|
 | `idle`       | `dispatch_send`  | sent its route, and perhaps rows                     |
-| `sent`       | `dispatch_recv`  | everybody's routes, and its rows in place            |
-| `dispatched` | `combine_send`   | answered, and its batch is gone                      |
+| `sent`       | `dispatch_recv`  | all ranks' routes, and its rows in place             |
+| `dispatched` | `combine_send`   | sent its answers, and given up its batch             |
 | `answered`   | `combine_recv`   | all answers; the lane is `idle`, in the next round   |
 
-A rank sends the route of round r + 1 only after it has ended round r. So whoever has all routes of r + 1 knows that
-everybody has ended r, and writes where he likes; whoever has sent somebody rows in r has his answer, so they were read.
-A peer that owes one nothing may be a round ahead, never two: so routes, and the counts of routes and rows, are double,
-by the parity of the round, and no barrier is needed.
+No barrier is needed. A rank sends the route of round r + 1 only after it has ended round r. Therefore a rank that has
+all routes of r + 1 knows that every rank has ended r, and may write anywhere. A rank that sent rows to a peer in r has
+the peer's answer at the end of r, which shows that the peer has read them. A peer that owes a rank no answer may be one
+round ahead of it, never two. Therefore the slots of routes, and the counters of routes and rows, are double, by the
+parity of the round.
 
-What goes wrong in the middle of a round breaks the group, for every rank: the counts of a broken round are nobody's any
-more. A reset begins a new epoch, whose immediates are others.
+A failure in the middle of a round breaks the group on every rank, because the counts of a broken round can no longer be
+interpreted. A reset begins a new epoch with new immediates.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ STEPS: dict[str, tuple[Phase, Phase]] = {
 
 
 class GroupBrokenError(AioteError):
-    """A round was cancelled or failed on some rank: the group is of no use until every rank calls `reset`."""
+    """A round was cancelled or failed on some rank; the group is unusable until every rank calls `reset`."""
 
 
 class MoeOverflowError(AioteError):
-    """More rows than there is room for, seen by every rank alike; the round is over and the next may begin.
+    """A round has more rows than there is room for. Every rank raises this; the round is over and the next may begin.
 
-    `demand` is how many `rows` would have been enough.
+    `demand` is the value of `rows` that would have been enough.
     """
 
     def __init__(self, demand: int, rows: int) -> None:
@@ -53,11 +54,11 @@ class MoeOverflowError(AioteError):
 
 
 class NotBegunError(UsageError):
-    """The tokens of a round were refused before anything of it was sent: the lane is as it was."""
+    """The tokens of a round were refused before any of it was sent; the lane is unchanged."""
 
 
 class RoundState:
-    """Where a lane is: the number of its round, and the phase."""
+    """The state of a lane: the number of its round, the phase, and whether a step is running."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -66,11 +67,11 @@ class RoundState:
 
     @property
     def parity(self) -> int:
-        """Which of the two slots and counters the round has."""
+        """Which of the two slots and counters the round uses: 0 or 1."""
         return self.number & 1
 
     def enter(self, step: str) -> None:
-        """Begin a step. Raises UsageError where it is not its turn."""
+        """Begin a step. Raises UsageError if the phase is not the step's, or if another step is running."""
         before, _ = STEPS[step]
         if self.busy or self.phase != before:
             under_way = (
@@ -80,56 +81,56 @@ class RoundState:
         self.busy = True
 
     def leave(self, step: str) -> None:
-        """End a step that went well."""
+        """End a step that succeeded."""
         self.busy = False
         self.phase = STEPS[step][1]
         if self.phase == "idle":
             self.number += 1
 
     def undo(self) -> None:
-        """End a step that did nothing, or found that nothing was sent: the round has not begun."""
+        """End a step that did nothing, or that found that this rank has sent nothing: the round has not begun."""
         self.busy = False
         self.phase = "idle"
 
     def give_up(self) -> None:
-        """End the round without an answer, as one that overflows: every rank does the same."""
+        """End the round without answers, because rows overflow; every rank does the same."""
         self.busy = False
         self.phase = "idle"
         self.number += 1
 
 
 class Membership:
-    """Who takes part: the epoch, which ranks are masked, and why the group is broken, if it is."""
+    """The members of a group: the epoch, which ranks are masked or have left, and why the group is broken, if it is."""
 
     def __init__(self, ranks: int, me: int, *, masks: bool) -> None:
         self.ranks, self.me = ranks, me
         self.epoch = 0
         self.failure: AioteError | None = None
         self.heard = False
-        """Whether it was another rank that said so."""
+        """Whether another rank reported the failure."""
         self.departed: dict[int, list[int]] = {}
-        """The first rounds, one for each lane, in which a rank that has left takes no part."""
+        """The ranks that have left, each with the first round of each lane in which it takes no part."""
         self.gone: dict[int, str] = {}
-        """Of these the ones whose connection has ended, and why: whatever they wrote has been counted."""
+        """The ranks among these whose connection has ended, and why: all that they wrote has been counted."""
         self._masks = masks
         self._masked: dict[int, str] = {}
 
     @property
     def active(self) -> list[int]:
-        """The other ranks that take part."""
+        """The ranks that take part, without this one."""
         return [rank for rank in range(self.ranks) if rank != self.me and rank not in self._masked]
 
     @property
     def masked(self) -> dict[int, str]:
-        """Which ranks take no part, and why."""
+        """The ranks that are masked, and why."""
         return dict(self._masked)
 
     def takes_part(self, rank: int) -> bool:
-        """Whether a rank is not masked."""
+        """Return whether a rank takes part, which it does unless it is masked."""
         return rank not in self._masked
 
     def mask(self, rank: int, reason: str) -> bool:
-        """Go on without a rank; return whether it took part. Raises UsageError for this one, and for none."""
+        """Go on without a rank; return whether it took part. Raises UsageError for this rank and for unknown ones."""
         if not 0 <= rank < self.ranks or rank == self.me:
             raise UsageError(f"mask({rank!r}): expected another rank, from 0 to {self.ranks - 1} without {self.me}")
         if rank in self._masked:
@@ -138,28 +139,31 @@ class Membership:
         return True
 
     def lost(self, rank: int, error: AioteError) -> None:
-        """Take note that a rank is lost: it is masked, or the group is broken."""
+        """Record that a rank is lost: mask it, or break the group."""
         if self._masks:
             self.mask(rank, str(error))
         else:
             self.break_by(error)
 
     def break_by(self, error: AioteError) -> bool:
-        """Break the group; return whether it was whole. What came first is the reason."""
+        """Break the group; return whether it was whole. The first error stays the reason."""
         if self.failure is not None:
             return False
         self.failure = error
         return True
 
     def told(self, rank: int, epoch: int, reason: str) -> bool:
-        """Take note that another rank broke an epoch; return whether that is this one."""
+        """Record that another rank broke an epoch; return whether that broke this rank's group.
+
+        It does not for another epoch, nor for a group that is broken already.
+        """
         if epoch != self.epoch:
             return False
         self.heard |= self.failure is None
         return self.break_by(GroupBrokenError(f"rank {rank} broke the round: {reason}"))
 
     def reset(self, epoch: int, back: Iterable[int] = ()) -> None:
-        """Begin an epoch, with the ranks in `back` again. Raises UsageError for one that is not later."""
+        """Begin an epoch, in which the ranks in `back` take part again. Raises UsageError if the epoch is not later."""
         if epoch <= self.epoch:
             raise UsageError(f"epoch {epoch} is not later than {self.epoch}")
         self.epoch, self.failure, self.heard = epoch, None, False
@@ -169,6 +173,6 @@ class Membership:
             self._masked.pop(rank, None)
 
     def require_whole(self) -> None:
-        """Raise why the group is broken, if it is."""
+        """Raise the reason why the group is broken, if it is."""
         if self.failure is not None:
             raise self.failure

@@ -1,4 +1,4 @@
-"""What a rank counts of its rounds."""
+"""The counters that a rank keeps of its rounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ["MoeStatistics"]
 
 @dataclass(slots=True)
 class MoeStatistics:
-    """What one rank has counted: rounds that ended, rows that it sent and got, by its own expert and by source rank,
-    bytes that it wrote to others, and seconds that it waited for routes, rows and answers.
+    """The counters of one rank: rounds that ended, rows that it sent, rows that it received (by its own expert and by
+    source rank), bytes that it wrote to others, and seconds that it waited for routes, rows and answers.
 
-    `waited_for` (ranks,) are seconds that it waited for a rank's route alone, when those of all others had come; with
-    on_loss="mask", those of the ranks before it. The slowest rank has the most there, on every other.
+    `waited_for` (ranks,) has the seconds that this rank waited for one rank's route alone, after the routes of all
+    others had come; with on_loss="mask", after those of the ranks before it. The slowest rank has the largest value on
+    every other rank.
     """
 
     rounds: int = 0

@@ -1,19 +1,21 @@
-"""What travels besides rows: the route of a round, and what an immediate says. Pure.
+"""The data that travels besides rows: the route of a round, and the meaning of each immediate. Pure.
 
-A route is what a rank sends to every other in each round, with rows or without: 32-bit numbers, little-endian.
+A rank sends a route to every other rank in each round, even if it sends no rows. A route consists of little-endian
+32-bit numbers:
 
     magic | epoch | round, low and high half | tokens | rows | rows of each expert ... | copies for each rank ...
 
-It is data of a peer: nothing of it becomes an offset before it was checked against itself and the config.
+A route comes from a peer and is untrusted: this rank checks it against itself and against the config before it derives
+any offset from it.
 
-Each rank reserves a block of immediates for an epoch, and tells every other where its own begin (`joining.Meeting`): of
-each lane SLOTS in a row,
+Each rank reserves blocks of immediates for an epoch, and tells every other rank the first immediate that it has to
+write with (`joining.Meeting`). Each lane has SLOTS consecutive immediates in a block:
 
     route, even rounds | route, odd rounds | rows, even rounds | rows, odd rounds | answers
 
-The route and the dispatch of a round count on the parity of the round, so that a rank may be a round ahead of another;
-answers need one value alone. Where one count for all ranks is enough they are told the same values; else each rank has
-values of its own.
+Routes and rows have one immediate for each parity of the round, because a rank may be one round ahead of another.
+Answers need only one. With on_loss="raise" one count over all ranks is enough, so all ranks write with the same
+immediates; with on_loss="mask" each rank has immediates of its own.
 """
 
 from __future__ import annotations
@@ -47,26 +49,26 @@ Words = NDArray[np.uint32]
 
 
 def slot_of(lane: int, kind: int, parity: int) -> int:
-    """Return which of a rank's immediates counts what is written to it in a round."""
+    """Return the offset in a block of immediates for one kind of write to a lane, in rounds of this parity."""
     return lane * SLOTS + 2 * kind + (parity if kind != ANSWER else 0)
 
 
 def route_bytes(sizes: Sizes) -> int:
-    """Return how many bytes the route of a rank takes."""
+    """Return the size of a route in bytes."""
     return round_up(4 * (HEADER + sizes.config.experts + sizes.ranks), 64)
 
 
 def is_of(words: Words, epoch: int, number: int) -> bool:
-    """Whether a route says that it is of a round; nothing else of it is looked at."""
+    """Return whether a route names this epoch and round; the rest of the route is not checked."""
     return bool(words[1:4].tolist() == [epoch & 0xFFFFFFFF, number & 0xFFFFFFFF, number >> 32])
 
 
 class OtherRoundError(ValueError):
-    """A route of another round than the one that is under way; it cannot be said which of the two ranks is wrong."""
+    """A route names another round than the current one. This rank cannot tell which of the two ranks is wrong."""
 
 
 class Route(NamedTuple):
-    """What a rank sends in a round: how many tokens it has, rows for each expert, and copies for each rank."""
+    """The counts that a rank sends in a round: its tokens, its rows for each expert, and its copies for each rank."""
 
     epoch: int
     round: int
@@ -75,7 +77,7 @@ class Route(NamedTuple):
     copies: NDArray[np.int64]
 
     def write(self, words: Words) -> None:
-        """Put it into memory that is sent."""
+        """Write the route into the memory that it is sent from."""
         count = len(self.experts)
         low, high = self.round & 0xFFFFFFFF, self.round >> 32
         words[:HEADER] = MAGIC, self.epoch & 0xFFFFFFFF, low, high, self.tokens, int(self.experts.sum())
@@ -84,7 +86,7 @@ class Route(NamedTuple):
 
     @classmethod
     def read(cls, words: Words, sizes: Sizes, epoch: int, number: int) -> Route:
-        """Return what a peer says. Raises ValueError for what cannot be, OtherRoundError for another round."""
+        """Return a peer's route. Raises ValueError for an impossible route, OtherRoundError if the round differs."""
         magic, their_epoch, low, high, tokens, rows = map(int, words[:HEADER])
         if magic != MAGIC:
             raise ValueError(f"it begins with {magic:#x}, which is no route")

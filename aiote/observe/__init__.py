@@ -1,6 +1,6 @@
-"""Seeing what an engine does: events for listeners and for `logging`, counts, latencies, and a page for `aiote top`.
+"""Show what an engine does: events for listeners and for `logging`, counts, latencies, and a page for `aiote top`.
 
-`prometheus` and `tracing` need their own libraries, so nothing here imports them.
+This package does not import `prometheus` and `tracing` because these need libraries of their own.
 """
 
 from .events import Event, Events

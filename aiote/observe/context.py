@@ -1,4 +1,4 @@
-"""What travels with a call from one engine to another besides its arguments: the trace that it is part of."""
+"""Own the trace context that a call carries from one engine to another besides its arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextvars import ContextVar
 __all__ = ["CONTEXT_BYTES", "call_context"]
 
 CONTEXT_BYTES = 512
-"""A W3C `traceparent` has 55 bytes; a longer context is not sent."""
+"""The longest context that a call carries; a longer one is not sent. A W3C `traceparent` has 55 bytes."""
 
 call_context: ContextVar[str] = ContextVar("aiote_call_context", default="")
-"""What the next call of this task carries; an interceptor of the client sets it around the call."""
+"""The trace context that the next call of this task carries; a client interceptor sets it around the call."""

@@ -1,8 +1,8 @@
-"""What happened, for whoever listens.
+"""Count an engine's events and pass them to its listeners and to `logging` (logs.py).
 
-The engine emits an event where a person who looks for the reason of something would want one: a peer connected or
-lost, a connection refused. Each is counted and offered to `logging` (logs.py). Nothing is built when nobody listens,
-and a listener's mistake is reported and does not reach the engine.
+The engine emits an event wherever a person who searches for the cause of a problem would want one: a peer connected or
+lost, a connection refused. An `Event` object is built only if there are listeners. An exception in a listener is
+reported and does not reach the engine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Event", "Events"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event: its name ("peer.connected"), and its details."""
+    """One event: its name (such as "peer.connected") and its details."""
 
     name: str
     details: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class Events:
-    """The listeners of one engine."""
+    """The listeners of one engine, and the counts of its events."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], object]] = []
@@ -35,15 +35,15 @@ class Events:
 
     @property
     def counted(self) -> Mapping[str, int]:
-        """How often each event was emitted, by its name."""
+        """How often the engine emitted each event, by name."""
         return dict(self._counts)
 
     def failed(self, rail: str) -> int:
-        """How often a rail failed toward a peer."""
+        """Return how often a rail failed toward a peer."""
         return self._failed.get(rail, 0)
 
     def listen(self, listener: Callable[[Event], object]) -> Callable[[], None]:
-        """Call `listener` for each event from now on; what is returned stops that."""
+        """Call `listener` for each event from now on; return a function that stops this."""
         self._listeners.append(listener)
 
         def stop() -> None:
@@ -53,7 +53,7 @@ class Events:
         return stop
 
     def emit(self, name: str, **details: object) -> None:
-        """Count it, log it, and tell every listener."""
+        """Count an event, log it, and pass it to every listener."""
         self._counts[name] += 1
         if name == "rail.failed":
             self._failed[details["rail"]] = self._failed.get(details["rail"], 0) + 1

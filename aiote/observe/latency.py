@@ -1,8 +1,8 @@
-"""How long an engine's verbs and work requests take, as histograms: one in `every` is timed.
+"""Measure how long an engine's verbs and work requests take, as histograms; one in `every` is timed.
 
-A histogram has buckets by powers of two from a microsecond on, so that a sample costs a shift and an increment. What
-is timed is what the caller sees: from the call until the await returns, waiting for room included. Awaits that raise
-are counted apart; a cancelled one says nothing of the NIC.
+The buckets of a histogram are powers of two from one microsecond on, so that a sample costs a shift and an increment.
+The time of a verb is the time that the caller sees: from the call until the await returns, including the wait for room.
+Awaits that raise are counted separately because a cancelled await tells little about the NIC.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BOUNDS: tuple[float, ...] = tuple(math.ldexp(1e-6, n) for n in range(BUCKETS))
 
 
 class Histogram:
-    """Samples by bucket, their number and their sum."""
+    """Samples by bucket, their number, their sum in nanoseconds, and the number of failures."""
 
     __slots__ = ("buckets", "count", "failures", "sum_ns")
 
@@ -34,14 +34,14 @@ class Histogram:
         self.count = self.sum_ns = self.failures = 0
 
     def add(self, ns: int) -> None:
-        """Count a sample."""
-        # The first bucket with bound >= ns: 2**n us >= ns.
+        """Count a sample of `ns` nanoseconds."""
+        # The first bucket whose bound of 2**n us is not below ns.
         self.buckets[min((max(ns - 1, 0) // 1000).bit_length(), BUCKETS)] += 1
         self.count += 1
         self.sum_ns += ns
 
     def quantile(self, share: float) -> float:
-        """Return the upper bound in seconds of the bucket that has the sample at `share` (0 to 1); 0 without any."""
+        """Return the upper bound in seconds of the bucket with the sample at `share` (0 to 1), or 0 without samples."""
         wanted, seen = share * self.count, 0
         for bound, number in zip((*BOUNDS, math.inf), self.buckets, strict=True):
             seen += number
@@ -51,12 +51,12 @@ class Histogram:
 
 
 class Latencies:
-    """Times one work request in `every` of each rail (`engine.statistics().times`), until `close`.
+    """Times one work request in `every` on each rail (`engine.statistics().times`), until `close`.
 
-    With `verbs` also one await in `every` of each verb, which costs all awaits a tenth of a microsecond. What is not
-    awaited by the engine's own verbs (`submit_` forms, prepared requests, services) is in the times of rails alone. An
-    engine has one of these at a time: the latest says how often, and who closes one ends the times of the rails.
-    Raises UsageError for an `every` below 1, ClosedError.
+    With `verbs` it also times one await in `every` of each verb, which costs every await a tenth of a microsecond.
+    Transfers that are not awaited through the engine's own verbs (`submit_` forms, prepared requests, services) appear
+    only in the times of the rails. Use one object per engine at a time: the newest sets `every` for the rails, and
+    closing any stops the timing of the rails. Raises UsageError for an `every` below 1, ClosedError.
     """
 
     def __init__(self, engine: Any, every: int = 16, *, verbs: bool = False) -> None:
@@ -69,11 +69,11 @@ class Latencies:
 
     @property
     def by_verb(self) -> Mapping[str, Histogram]:
-        """The histogram of each verb; none without `verbs`."""
+        """The histogram of each verb; empty without `verbs`."""
         return MappingProxyType(self._by_verb)
 
     def close(self) -> None:
-        """Time nothing more. Idempotent; the histograms stay."""
+        """Stop the timing; the histograms stay. Idempotent."""
         self._stop()
         engine = self._engine()
         if engine is not None and not engine.closed:

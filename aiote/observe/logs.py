@@ -1,7 +1,7 @@
-"""What an engine says to `logging`: each event, by the logger of its subject.
+"""Log each event of an engine through `logging`, with the logger of its subject.
 
-aiote configures nothing: it has a NullHandler on the logger `aiote`, as libraries do, so without a handler of the
-program's own nothing is printed, warnings included. A record carries the event's details as the attribute `aiote`.
+aiote does not configure logging. As libraries do, it adds a NullHandler to the logger `aiote`, so records, warnings
+included, are printed only if the program has a handler. A record carries the event's details as the attribute `aiote`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ EVENTS: Mapping[str, tuple[str, int, str]] = MappingProxyType(
         ),
     }
 )
-"""Each event: its logger, its level, and the text made of its details."""
+"""The logger, the level and the text of each event; the event's details fill the text."""
 
 logging.getLogger("aiote").addHandler(logging.NullHandler())
 
 
 def log(name: str, details: Mapping[str, object]) -> None:
-    """Give an event to its logger, where somebody wants that level. A handler that fails does not reach the engine."""
+    """Log an event if its logger is enabled for the event's level. `Events.emit` catches a handler's exceptions."""
     logger_name, level, text = EVENTS[name]
     logger = logging.getLogger(logger_name)
     if logger.isEnabledFor(level):
-        # One mapping as the only argument: logging formats by its keys.
+        # `logging` formats the text by the keys of a mapping if that is the only argument.
         logger.log(level, text, details, extra={"aiote": {"event": name, **details}}, stacklevel=3)

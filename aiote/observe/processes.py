@@ -1,7 +1,7 @@
-"""Which process wrote something that lies on this host, and whether it is the one that lives now.
+"""Identify the process that wrote a file on this host, and tell whether that process is still alive.
 
-A number alone does not tell: numbers are given again, a child that nobody has waited for still has its own, and in
-another PID namespace (a container) the same number is somebody else. The time of its birth and the namespace do.
+A PID alone does not suffice: the kernel reuses PIDs, a zombie keeps its PID until its parent waits for it, and in
+another PID namespace (a container) the same PID is another process. The PID with its start time and its namespace does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple
 __all__ = ["ProcessId", "this_process"]
 
 STATE, BORN = 0, 19
-"""Fields of /proc/PID/stat behind the name, which may contain spaces and parentheses (proc_pid_stat(5))."""
+"""Fields of /proc/PID/stat, counted after the name, which may contain spaces and parentheses (proc_pid_stat(5))."""
 DEAD = {"Z", "X", "x"}
 NAMED = re.compile(r"(\d{1,20})-(\d{1,10})-(\d{1,20})(?=-|$)")
 
 
 class ProcessId(NamedTuple):
-    """A process of this host: its PID namespace, its number there, and its birth in ticks since the boot."""
+    """A process of this host: its PID namespace, its PID there, and its start time in clock ticks since the boot."""
 
     namespace: int
     pid: int
@@ -28,18 +28,18 @@ class ProcessId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ProcessId | None:
-        """Return the one whose text `text` begins with; None where it begins with none."""
+        """Return the process whose identity begins `text`, or None if `text` does not begin with an identity."""
         found = NAMED.match(text)
         return cls(*map(int, found.groups())) if found else None
 
     @property
     def local(self) -> bool:
-        """Whether its number means something here."""
+        """Whether the process is in this PID namespace, so that its PID is meaningful here."""
         return self.namespace == _namespace()
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; of one in another namespace nobody can tell, and this is False."""
+        """Whether the process is alive; False for a process in another namespace, whose state is not visible."""
         return self.local and _born(self.pid) == self.born
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class ProcessId(NamedTuple):
 
 
 def this_process() -> ProcessId:
-    """Return the one that asks; after a fork it is the child. Raises OSError without /proc."""
+    """Return the calling process; in a forked child that is the child. Raises OSError without /proc."""
     born = _born(os.getpid())
     if born is None:
         raise FileNotFoundError("/proc does not tell when this process was born")

@@ -1,9 +1,9 @@
-"""An engine's counts for Prometheus, by prometheus-client (the extra `prometheus`).
+"""Export an engine's counts to Prometheus with prometheus-client (the extra `prometheus`).
 
     REGISTRY.register(EngineCollector(engine, latencies=Latencies(engine)))
 
-Counts are read when Prometheus asks, so transfers pay nothing for them. The reading takes the engine's lock for
-microseconds and may be done from any thread.
+The collector reads the counts when Prometheus asks, so it adds no cost to transfers. Reading holds the engine's lock
+for microseconds; any thread may do it.
 """
 
 from __future__ import annotations
@@ -95,18 +95,19 @@ POOL: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
     ("aiote_kvcache_requests_held", "Requests that hold pages.", lambda pool: pool.held),
     ("aiote_kvcache_requests_waiting", "Requests that wait for pages.", lambda pool: pool.waiting),
 )
-"""The gauges of a pool of pages: name, text, and where the number is."""
+"""The gauges of a page pool: name, text, and a function that reads the number."""
 
 
 def _cumulated(buckets: Sequence[int]) -> list[tuple[str, float]]:
-    """Return each bound with how many samples are not above it."""
+    """Return each bound with the number of samples that are not above it."""
     return list(zip((*map(repr, BOUNDS), "+Inf"), map(float, accumulate(buckets)), strict=True))
 
 
 class EngineCollector(Collector):
-    """What an engine counts, each sample with the label `engine`; after the engine's close it yields nothing.
+    """A collector of an engine's counts; each sample has the label `engine`. It yields no samples once the engine is
+    closed.
 
-    `name`: the label's value, the engine's address unless given. `latencies`: histograms of awaits, by verb.
+    `name`: the value of that label, by default the engine's address. `latencies`: histograms of awaits, by verb.
     """
 
     def __init__(self, engine: Any, name: str = "", latencies: Latencies | None = None) -> None:
@@ -130,7 +131,7 @@ class EngineCollector(Collector):
             yield from self._latency(self._latencies)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: what is registered is not collected before Prometheus asks."""
+        """Yield no metrics, so that registering the collector does not collect; Prometheus does that when it asks."""
         return iter(())
 
     def _rail_latency(self, times: Sequence[RailTimes]) -> Metric:
@@ -145,7 +146,7 @@ class EngineCollector(Collector):
         times = HistogramMetricFamily(LATENCY, text, labels=["engine", "verb"])
         failures = CounterMetricFamily(LATENCY_FAILURES, "Timed awaits that raised.", labels=["engine", "verb"])
         for verb, histogram in latencies.by_verb.items():
-            # A sample that comes in between may be in a later bucket and not in the count: so the buckets are first.
+            # Copy the buckets once: the engine may add samples meanwhile, and the count is the sum of the buckets.
             held, sum_ns = list(histogram.buckets), histogram.sum_ns
             times.add_metric([self._name, verb], _cumulated(held), sum_ns * 1e-9)
             failures.add_metric([self._name, verb], histogram.failures)
@@ -154,7 +155,7 @@ class EngineCollector(Collector):
 
 
 class PoolCollector(Collector):
-    """The pages of a KV cache that requests hold, by `aiote.kvcache.PagePool`; each sample has the label `pool`."""
+    """A collector of the pages that requests hold in an `aiote.kvcache.PagePool`; each sample has the label `pool`."""
 
     def __init__(self, pool: Any, name: str) -> None:
         self._pool, self._name = pool, name
@@ -167,5 +168,5 @@ class PoolCollector(Collector):
             yield family
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: what is registered is not collected before Prometheus asks."""
+        """Yield no metrics, so that registering the collector does not collect; Prometheus does that when it asks."""
         return iter(())

@@ -1,4 +1,4 @@
-"""Counts since an engine was opened."""
+"""Define the counts that `Engine.statistics` returns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["EngineStatistics", "RailTimes"]
 
 
 class RailTimes(NamedTuple):
-    """How long work requests took on a rail, from the post until the end was seen: how many in each bucket (the bounds
-    are `aiote.observe.latency.BOUNDS`), and their sum in nanoseconds.
+    """The times of a rail's work requests, from the post until the engine saw the end: the number in each bucket (the
+    bounds are `aiote.observe.latency.BOUNDS`) and the sum in nanoseconds.
     """
 
     buckets: tuple[int, ...]
@@ -20,24 +20,24 @@ class RailTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counts since an engine was opened, and what there is now.
+    """Counts since an engine was opened, and its present state.
 
-    `posted`, `completed`: work requests; `refused`: posts that were not taken at once, and tried again;
-    `immediates` that arrived, `uninvited` ones of them, of engines that were not to count there;
-    `outstanding` work requests and `queued` transfers now; `peer_wakeups` sent; `sleeps` and `rounds` of
-    the progress loop; live `counters`, and `waits` on them now; messages in the `inbox`, and those of
-    lost peers that were `dropped` there for want of room.
+    `posted`, `completed`: work requests; `refused`: posts that a rail did not take at once, and that were tried again;
+    `immediates` that arrived; `uninvited`: those of them whose sender was not allowed to count there; `outstanding`
+    work requests and `queued` transfers now; `peer_wakeups` sent; `sleeps` and `rounds` of the progress loop; live
+    `counters`, and `waits` on them and on watched values now; messages in the `inbox`, and messages of lost peers that
+    were `dropped` because their limit was reached.
 
-    For each of `Engine.rails`: bytes that it has `carried` for this engine's own writes, reads and messages, what
-    failed not included; work requests that ended there, well or not (`operations`); work requests that it holds now
-    (`depth`); bytes that peers have read and written here over it (`served`), None where the NIC does that and tells
-    nobody: `local` and `socket` know; posts that it did not take at once (`retries`); how often it `failed` toward a
-    peer, so that others carried on or it was brought up again; `times` of work requests, where somebody has them taken
-    (`Latencies`).
+    For each of `Engine.rails`: bytes that the rail has `carried` for this engine's own writes, reads and messages,
+    failures excluded; work requests that ended there, successful or not (`operations`); work requests that it holds now
+    (`depth`); bytes that peers have read and written here over it (`served`), which only `local` and `socket` know:
+    None for other rails, where the NIC does the work without reporting it; posts that it did not take at once
+    (`retries`); how often it `failed` toward a peer, so that other rails took over or it was connected again; `times`
+    of work requests, if they are being timed (`Latencies`).
 
-    Connected `peers`; open `regions`, their `registered_bytes`, and how many were registered ever (`registrations`);
-    heartbeats that were sent and heard; how often
-    each event was emitted (`events`), by its name.
+    Connected `peers`; open `regions`, their `registered_bytes`, and the number of regions ever registered
+    (`registrations`); `heartbeats_sent` and `heartbeats_heard`; how often the engine emitted each event (`events`), by
+    name.
     """
 
     posted: int
@@ -71,7 +71,7 @@ class EngineStatistics:
 
     @classmethod
     def of(cls, counts: dict[str, Any], served: tuple[int | None, ...], **more: Any) -> EngineStatistics:
-        """Take them from the core's own dictionary, what each rail has served, and from elsewhere."""
+        """Make the counts from the native core's dictionary, the bytes that each rail served, and `more` by name."""
         rails = len(served)
         by_rail = {"carried": counts["carried"], "operations": counts["ended"], "depth": counts["depth"]}
         by_rail |= {"retries": counts["refused_by"], "times": tuple(RailTimes(*each) for each in counts["times"])}

@@ -1,13 +1,13 @@
-"""A page for each engine that the user's own programs may read: what `aiote top` shows.
+"""Write a status page for each engine, and read the pages of the user's engines for `aiote top`.
 
-A page is a file in a folder that is the user's alone: `$XDG_RUNTIME_DIR/aiote`, else `/run/user/UID/aiote`, else
-`/tmp/aiote-UID` (modes 0700 and 0600). Each writing replaces the file, so that nobody reads half of one. It is a magic
-number, a version, a length and the checksum of what follows, then MessagePack of a `Status`; a reader takes nothing
-for granted that is in it, nor whose it is. Its name says which process wrote it, so that a reader removes what the
-dead have left, whatever is in it.
+A page is a file in a folder that only the user can access: `$XDG_RUNTIME_DIR/aiote`, else `/run/user/UID/aiote`, else
+`/tmp/aiote-UID` (modes 0700 and 0600). Each write replaces the file, so that a reader never sees half a page. The file
+holds a magic number, a version, a length and the checksum of the rest, then a `Status` in MessagePack. A reader trusts
+neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so that a
+reader can remove the pages of dead processes whatever they contain.
 
-The file is written when a peer comes or goes and with the engine's heartbeats, a second apart at most: an engine
-without peers has nothing to wake up for.
+The engine writes the page when a peer connects, when the last peer is lost, and with its heartbeats, at most once a
+second; without peers it has no heartbeats, and does not wake up for the page.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ HEADER = struct.Struct("<8sIII")
 LARGEST = 1 << 18
 PERIOD_S = 1.0
 SHOWN_PEERS = 256
-"""Of more the page has the busiest, and how many there are."""
+"""A page lists at most this many peers, the busiest; its counts hold the number of all peers."""
 SUFFIX = ".page"
 UNFINISHED = ".new"
 FRESH_S = 60.0
-"""Of a process in another container, whose life cannot be seen, a page is shown that is not older than this."""
+"""The greatest age in seconds of a page of another PID namespace: whether its process is alive cannot be seen."""
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RailStatus(msgspec.Struct, frozen=True):
-    """A rail; `served` is None where nobody can tell."""
+    """A rail; `served` is None if the NIC does not report it."""
 
     name: Text
     provider: Text
@@ -61,14 +61,14 @@ class RailStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A connected peer, and how many transfers toward it are unfinished."""
+    """A connected peer, and the number of unfinished transfers toward it."""
 
     address: Text
     unfinished: Count
 
 
 class Status(msgspec.Struct, frozen=True):
-    """An engine at a moment; times in nanoseconds since 1970."""
+    """The state of an engine at one moment; times are in nanoseconds since 1970."""
 
     pid: Count
     program: Text
@@ -86,7 +86,7 @@ _decode = msgspec.msgpack.Decoder(Status).decode
 
 
 def folders() -> tuple[Path, ...]:
-    """Return where pages of this user may lie, the preferred place first."""
+    """Return the folders in which pages of this user may lie, the preferred one first."""
     user = os.getuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [Path(runtime) / "aiote"] if os.path.isabs(runtime) else []
@@ -94,7 +94,7 @@ def folders() -> tuple[Path, ...]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a folder is this user's, is no link, and is closed to others."""
+    """Return whether a folder belongs to this user, is not a link, and is closed to others."""
     try:
         found = path.lstat()
     except OSError:
@@ -103,7 +103,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _made() -> Path | None:
-    """Return the first folder that is there or can be made, and is this user's alone."""
+    """Return the first folder that exists or can be made, and that only this user can access."""
     for folder in folders():
         with suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -113,10 +113,10 @@ def _made() -> Path | None:
 
 
 class StatusPage:
-    """The page of one engine. What cannot be written is left out: no engine fails for want of it."""
+    """The page of one engine. If it cannot be written, it is removed and not tried again; the engine does not fail."""
 
     def __init__(self, engine: Any) -> None:
-        # Not the engine itself: one that nobody else has is to be found and closed.
+        # A weak reference: an engine without other references must be collected and closed.
         self._engine = weakref.ref(engine)
         self._opened_ns = time.time_ns()
         self._next = 0.0
@@ -124,7 +124,7 @@ class StatusPage:
         self._given_up = False
 
     def follow(self, events: Events) -> None:
-        """Write it now, and from now on when the last peer has gone; in between `beat` has to be called."""
+        """Write the page now, and whenever the last peer is lost; between these `beat` must be called."""
         events.listen(self._heard)
         self.write()
 
@@ -133,16 +133,16 @@ class StatusPage:
         if event.name == "peer.lost" and engine is not None and not engine.peers:
             self.write()
         elif event.name == "peer.connected":
-            self._next = 0.0  # at the next heartbeat, which a new peer is sent at once
+            self._next = 0.0  # write at the next heartbeat: the engine sends a new peer one at once
 
     def beat(self, now: float) -> None:
-        """Write it if the last writing is long enough ago; `now` in seconds of the engine's clock."""
+        """Write the page if the last write was long enough ago; `now` is in seconds of the engine's clock."""
         if now >= self._next:
             self._next = now + PERIOD_S
             self.write()
 
     def write(self) -> None:
-        """Write it now."""
+        """Write the page now."""
         engine = self._engine()
         if self._given_up or engine is None:
             return
@@ -155,7 +155,7 @@ class StatusPage:
             self.remove()
 
     def remove(self) -> None:
-        """Take it away: the engine is closed. Idempotent."""
+        """Remove the page for good, because the engine is closed or the page cannot be written. Idempotent."""
         self._given_up = True
         if self._path is not None:
             with suppress(OSError):
@@ -171,7 +171,7 @@ def _named(incarnation: int) -> Path:
 
 
 def status_of(engine: Any, opened_ns: int) -> Status:
-    """Take an engine's status."""
+    """Return the status of an engine."""
     counts = engine.statistics()
     each = zip(engine.rails, counts.carried, counts.served, counts.operations, counts.depth, strict=True)
     busiest = nsmallest(SHOWN_PEERS, engine.peers, key=lambda peer: -peer.unfinished)
@@ -190,7 +190,7 @@ def status_of(engine: Any, opened_ns: int) -> Status:
 
 
 def packed(status: Status) -> bytes:
-    """Return a page's bytes."""
+    """Return the bytes of a page."""
     body = _encode(status)
     return HEADER.pack(MAGIC, VERSION, len(body), zlib.crc32(body)) + body
 
@@ -210,7 +210,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def read_page(path: Path) -> Status | None:
-    """Return what a page says; None where it is none: another user's, another version's, cut off, or a lie."""
+    """Return the status on a page, or None if the file is another user's, of another version, cut off or invalid."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -238,7 +238,7 @@ def read_page(path: Path) -> Status | None:
 
 
 def pages() -> Iterator[Status]:
-    """Yield the status of each engine of this user that lives; what dead processes have left is removed."""
+    """Yield the status of each live engine of this user; remove the pages of dead processes."""
     for folder in dict.fromkeys(folders()):
         if not _is_own(folder):
             continue

@@ -1,11 +1,12 @@
-"""Spans of OpenTelemetry, by opentelemetry-api (the extra `opentelemetry`): of calls, and of transfers within a trace.
+"""Record OpenTelemetry spans of calls, and of transfers within a trace (opentelemetry-api, the extra `opentelemetry`).
 
     client(Search, engine, address, interceptors=[tracing.client_interceptor()])
     serve(engine, Search(), interceptors=[tracing.server_interceptor()])
     stop = tracing.trace_transfers(engine)
 
-The trace travels with a call as a W3C `traceparent`. Transfers have spans only below a span that is recorded: a span
-costs tens of microseconds, a small write a few, so what nobody samples pays for a look at the current span alone.
+A call carries the trace as a W3C `traceparent`. A transfer gets a span only below a span that is recorded, because a
+span costs tens of microseconds and a small write only a few. A transfer without a span costs one look at the current
+span.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ Intercept = Callable[[Any, Proceed], Awaitable[Any]]
 
 
 def client_interceptor(tracer: Tracer | None = None) -> Intercept:
-    """Return an interceptor for clients: a span for each call, whose trace the server goes on with.
+    """Return an interceptor for clients that makes a span for each call; the server continues the trace.
 
-    `tracer`: the global provider's, unless given.
+    `tracer`: by default the global provider's.
     """
     chosen = tracer or trace.get_tracer(SCOPE)
 
@@ -53,9 +54,9 @@ def client_interceptor(tracer: Tracer | None = None) -> Intercept:
 
 
 def server_interceptor(tracer: Tracer | None = None) -> Intercept:
-    """Return an interceptor for servers: a span for each call, below the caller's where that has one.
+    """Return an interceptor for servers that makes a span for each call, below the caller's span if there is one.
 
-    What a peer says of its trace is parsed by OpenTelemetry; what is none begins a trace of its own.
+    OpenTelemetry parses the peer's trace context; if that is invalid, the span begins a new trace.
     """
     chosen = tracer or trace.get_tracer(SCOPE)
 
@@ -74,10 +75,10 @@ def _attributes(info: Any) -> dict[str, str]:
 
 
 def trace_transfers(engine: Any, tracer: Tracer | None = None, *, roots: bool = False) -> Callable[[], None]:
-    """Give each transfer of an engine a span within a span that is recorded; what is returned ends that.
+    """Give each transfer of an engine a span if the current span is recorded; return a function that stops this.
 
-    With `roots` a transfer outside of any span has one, too, and begins a trace. Awaited verbs and `submit_` forms are
-    seen; what goes by prepared targets is not.
+    With `roots` a transfer outside of any span also gets a span, which begins a trace. This covers the awaited verbs
+    and the `submit_` forms, but not requests of prepared targets.
     """
     chosen = tracer or trace.get_tracer(SCOPE)
 
@@ -103,7 +104,7 @@ def _traced_await(tracer: Tracer, wanted: Callable[[], bool], name: str, verb: V
         return awaited
 
     async def traced(*args: Any, **kwargs: Any) -> Any:
-        # An error is recorded by its type and text; its exception event would hold the transfer's memory.
+        # Record only the type and text of an error: an exception event would keep the transfer's memory alive.
         with tracer.start_as_current_span(
             f"aiote.{name}", attributes=_extent(args), record_exception=False, set_status_on_exception=False
         ) as span:
@@ -144,6 +145,6 @@ def _fail(span: Span, error: BaseException) -> None:
 
 
 def _extent(args: tuple[Any, ...]) -> dict[str, int]:
-    """Say how many bytes a verb moves, where an argument of its tells."""
+    """Return the number of bytes that a verb moves, as a span attribute, if one of its arguments has `nbytes`."""
     sizes = [size for each in args if isinstance(size := getattr(each, "nbytes", None), int)]
     return {"aiote.bytes": sizes[0]} if sizes else {}

@@ -1,7 +1,7 @@
-"""Putting functions around an engine's verbs, which cost nothing where there are none.
+"""Wrap an engine's verbs in functions, at no cost to engines without wrappers.
 
-A wrapper shadows the engine's method by an attribute of that one engine. An engine without wrappers runs the very code
-that it would run without this module.
+A wrapper is an attribute of one engine that shadows its method. An engine without wrappers runs the same code as it
+would without this module.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ __all__ = ["SUBMITS", "VERBS", "Verb", "Wrap", "wrap_verbs"]
 
 Verb: TypeAlias = Callable[..., Any]
 Wrap: TypeAlias = Callable[[str, Verb], Verb]
-"""Takes a verb's name and the verb, and returns what is called instead."""
+"""A function that takes a verb's name and the verb, and returns the function to call instead."""
 
 _Wrapper: TypeAlias = tuple[Wrap, tuple[str, ...]]
 
 VERBS = ("write", "write_imm", "read", "write_pages", "read_pages", "scatter", "send")
-"""The awaited forms. They do not go through the `submit_` forms."""
+"""The awaited forms. They do not call the `submit_` forms."""
 SUBMITS = tuple(f"submit_{name}" for name in VERBS)
 WRAPPERS = "_verb_wrappers"
 
 
 def wrap_verbs(engine: Any, wrap: Wrap, names: tuple[str, ...] = VERBS) -> Callable[[], None]:
-    """Have `wrap` surround these verbs of an engine, the latest outermost; what is returned ends that."""
+    """Wrap these verbs of an engine with `wrap`, the newest wrapper outermost; return a function that removes it."""
     wrappers: list[_Wrapper] = vars(engine).setdefault(WRAPPERS, [])
     mine = wrap, names
     wrappers.append(mine)

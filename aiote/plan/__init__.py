@@ -1,7 +1,8 @@
-"""The planner: what a transfer would take on NICs that one does not have, before there are ranks to make it.
+"""The planner: predict what a transfer takes on NICs that are not at hand, before any rank is deployed.
 
-It has no model of a service. `kvcache` and `moe` run the service itself, every rank of it, on the simulated network in
-virtual time; `weights` has the service plan the update, and follows that plan. What a service decides, its plan shows.
+The planner has no models of the services. `kvcache` and `moe` run every rank of the service itself on the simulated
+network in virtual time. `weights` lets the service plan the update, and follows that plan. So a prediction contains the
+decisions that the service would make.
 """
 
 from .nics import PUBLISHED_NICS, Nics, nics_of

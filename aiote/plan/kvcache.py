@@ -1,18 +1,21 @@
-"""A prompt's cache from a prefill group to a decode group, by `aiote.kvcache` itself, on the simulated network.
+"""Plan how a prompt's cache goes from a prefill group to a decode group: run `aiote.kvcache` on the simulated network.
 
-Who sends what to whom is `aiote.kvcache.mapping`'s (`assign`, `CacheMap`), for all layers and ranks. How long it takes
-is simulated: a `Producer` for each prefill rank, a `Consumer` for each decode rank, on engines with their NICs in
-virtual time; what they plan, post, count and answer is what they always do. Their Python takes no time.
+`aiote.kvcache.mapping` (`assign`, `CacheMap`) computes the bytes that each rank sends to each other rank, for all
+layers and ranks. The simulation says how long this takes. It runs a `Producer` for each prefill rank and a `Consumer`
+for each decode rank, on engines with their NICs in virtual time. These plan, post, count and answer as they always do,
+but their Python code takes no time.
 
-    transfer of a layer = from when it is computed until every decode rank knows that all of it is there
-    added               = from the request until the last layer is there, less the computation
+    transfer of a layer = from its computation until every decode rank knows that all of it has arrived
+    added               = from the request until the last layer has arrived, less the computation
 
-**Layers.** The last `LAYERS` layers are simulated, those of the last pipeline stage. Where each comes later after its
-computation than the one before, the network is the bottleneck, and what a layer falls behind is counted for all.
+**Layers.** Only the last `LAYERS` layers are simulated; they belong to the last pipeline stage. If the last layer's
+delay after its computation is longer than the delay of the layer before, the network is the bottleneck, and this
+difference is added for every layer of the stage that is not simulated.
 
-**Computation** of a layer of a chunk is the caller's (`Computation`), or what was published for Qwen3-235B.
+**Computation.** The caller gives the time of a layer of a chunk (`Computation`), or uses the published time of
+Qwen3-235B.
 
-**Host.** What is between a computed layer and its first write was not published; `HOST_US` was fitted to the four
+**Host.** The time between a layer's computation and its first write was not published. `HOST_US` was fitted to the four
 published cells (docs/kvcache.md).
 """
 
@@ -53,32 +56,33 @@ LAYERS = 4
 HOST_US = 222.0
 MOST_TOKENS = 1 << 20
 MOST_BYTES = 256 << 20
-"""Of the pages of a simulated group; larger ones are simulated with smaller items on slower NICs."""
+"""The most bytes of a simulated group's pages. Larger groups are simulated with smaller items on slower NICs."""
 PUBLISHED_LAYER_MS = {4096: 2.267, 16384: 9.860, 65536: 20.344, 131072: 34.895}
-"""Of Qwen3-235B over TP4 on H200, milliseconds of a layer of a prompt's last chunk of 16384 (arXiv 2510.27656)."""
+"""Milliseconds of a layer of a prompt's last chunk of 16384 tokens, by the prompt's tokens, for Qwen3-235B over TP4 on
+H200 (arXiv 2510.27656)."""
 
 
 class Layout(NamedTuple):
-    """A group of tp * pp ranks: heads are divided among tp ranks, or repeated; layers among pp stages."""
+    """A group of tp * pp ranks. Heads are divided among tp ranks, or repeated; layers are divided among pp stages."""
 
     tp: int = 1
     pp: int = 1
 
     @property
     def ranks(self) -> int:
-        """How many it has."""
+        """The number of ranks."""
         return self.tp * self.pp
 
 
 class Computation(NamedTuple):
-    """Milliseconds of a layer of a full chunk: of a prompt's first chunk, and of its last; a line between them."""
+    """Milliseconds of a layer of a full chunk: for a prompt's first chunk and for its last, linear between them."""
 
     first: float = 0.0
     last: float = 0.0
     source: str = "not given: 0 ms"
 
     def chunks(self, tokens: int, chunk: int) -> list[float]:
-        """Return what a layer of each chunk of a prompt takes; a chunk that is not full takes its share."""
+        """Return the milliseconds of a layer of each chunk of a prompt. A chunk that is not full takes its share."""
         count = -(-tokens // chunk)
         full = np.linspace(self.first, self.last, count) if count > 1 else np.array([self.first])
         shares = [min(chunk, tokens - chunk * number) / chunk for number in range(count)]
@@ -86,7 +90,7 @@ class Computation(NamedTuple):
 
     @classmethod
     def published(cls, tokens: int) -> Computation:
-        """Return that of the published prompt with chunks of 16384 tokens; between published lengths, on a line."""
+        """Return the published computation with chunks of 16384 tokens, linear between the published prompt lengths."""
         known = sorted(PUBLISHED_LAYER_MS)
         last = float(np.interp(tokens, known, [PUBLISHED_LAYER_MS[length] for length in known]))
         chunk, source = known[1], "published for Qwen3-235B, TP4, H200 (arXiv 2510.27656)"
@@ -101,8 +105,10 @@ WHOLE, FREE = Layout(), Computation()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvScenario:
-    """What is planned. rate: prompts a second for a prefill group, 0: not said. hold_s: how long a decode group keeps a
-    prompt's pages after they have come.
+    """The scenario to plan.
+
+    rate: prompts a second for a prefill group, 0 if unknown. hold_s: seconds for which a decode group keeps a prompt's
+    pages after they have arrived.
     """
 
     shape: KvShape
@@ -138,11 +144,11 @@ class KvScenario:
 
     @property
     def pages(self) -> int:
-        """Pages of a prompt."""
+        """The number of pages of a prompt."""
         return -(-self.tokens // self.page_tokens)
 
     def layers_of(self, layout: Layout, rank: int) -> range:
-        """Return the layers of a rank: those of its stage, rank // tp."""
+        """Return the layers of a rank: the layers of its stage, which is rank // tp."""
         layers, stage = self.shape.layers, rank // layout.tp
         return range(stage * layers // layout.pp, (stage + 1) * layers // layout.pp)
 
@@ -155,7 +161,7 @@ class KvScenario:
         return place * heads // layout.tp, each
 
     def cache(self, side: str, rank: int, layers: range, pages: int, head_bytes: int) -> Cache:
-        """Return the cache of a rank; its layers lie in the same memory, for nobody looks at what is in it."""
+        """Return the cache of a rank. Its layers share the same memory, because the bytes in it do not matter."""
         layout = self.prefill if side == "prefill" else self.decode
         first, count = self.heads_of(layout, rank)
         made = Cache(f"{side} {rank}", ranks=layout.ranks)
@@ -166,7 +172,7 @@ class KvScenario:
 
 
 class Pools(NamedTuple):
-    """Bytes of pages for each rank of a group: of one prompt, and of all that it has at the rate."""
+    """Bytes of pages for each rank of a group: for one prompt, and for all prompts that it holds at the rate."""
 
     prefill_prompt: int
     decode_prompt: int
@@ -175,10 +181,12 @@ class Pools(NamedTuple):
 
 
 class KvPlan(NamedTuple):
-    """What a prompt takes. Bytes are of a prompt, all layers: by rank, and by NIC of each rank (simulated layers, taken
-    for all). `layer_ms` is a layer's transfer, `alone_ms` the computation; the first token is there `added_ms` later.
-    `pieces` a layer has at the decode rank that has most. `busiest` is the share of time that the hottest NIC is busy
-    at the rate.
+    """The plan of a prompt's transfer.
+
+    Bytes are for one prompt with all its layers: by rank, and by NIC of each rank (simulated layers, scaled to all
+    layers). `layer_ms` is the mean transfer of a layer and `alone_ms` the computation; the first token is there
+    `added_ms` later. `pieces` is the number of pieces of a layer at the decode rank with the most. `busiest` is the
+    share of time that the hottest NIC is busy at the rate.
     """
 
     scenario: KvScenario
@@ -195,12 +203,12 @@ class KvPlan(NamedTuple):
 
     @property
     def first_token_ms(self) -> float:
-        """When all of a prompt is at the decode group."""
+        """Milliseconds from the request until all of a prompt is at the decode group."""
         return self.alone_ms + self.added_ms
 
     @property
     def hottest(self) -> tuple[str, int]:
-        """The NIC that carries most in one direction for a prompt, and its bytes."""
+        """The NIC that carries the most bytes of a prompt in one direction, and these bytes."""
         sides = (("prefill", self.sent_by_nic), ("decode", self.received_by_nic))
         return max(
             ((f"{side} rank {rank}, NIC {nic}", size)
@@ -210,9 +218,9 @@ class KvPlan(NamedTuple):
 
 
 def bytes_by_rank(scenario: KvScenario) -> tuple[dict[int, int], dict[int, int], int]:
-    """Return bytes of a prompt that each prefill rank sends and each decode rank gets, and the most pieces of a layer.
+    """Return a prompt's bytes that each prefill rank sends and each decode rank gets, and the most pieces of a layer.
 
-    This is the service's mapping of all layers and ranks. Raises MappingError.
+    The numbers come from the service's own mapping of all layers and ranks. Raises MappingError.
     """
     sides = {"prefill": scenario.prefill, "decode": scenario.decode}
     specs: dict[str, list[CacheSpec]] = {
@@ -242,7 +250,7 @@ def bytes_by_rank(scenario: KvScenario) -> tuple[dict[int, int], dict[int, int],
 
 
 def plan_kvcache(scenario: KvScenario) -> KvPlan:
-    """Plan a prompt's transfer. Raises UsageError, of which MappingError is one."""
+    """Plan a prompt's transfer. Raises UsageError; MappingError is a subclass of it."""
     sent, received, pieces = bytes_by_rank(scenario)
     found = _Transfer(scenario)
     found.run()
@@ -269,7 +277,7 @@ def plan_kvcache(scenario: KvScenario) -> KvPlan:
 
 
 def _pools(scenario: KvScenario, first_token_s: float) -> Pools:
-    """Return what pools need: pages of prompts that are there at the same time (Little's law), at least one."""
+    """Return the bytes that pools need for the prompts they hold at the same time (Little's law), at least one."""
     prompts = {
         "prefill": max(1, math.ceil(scenario.rate * first_token_s)),
         "decode": max(1, math.ceil(scenario.rate * (first_token_s + scenario.hold_s))),
@@ -284,7 +292,7 @@ def _pools(scenario: KvScenario, first_token_s: float) -> Pools:
 
 
 class _Transfer:
-    """One simulated prompt: the ranks of both groups that have the last layers."""
+    """One simulated prompt, with those ranks of both groups that have the last layers."""
 
     def __init__(self, scenario: KvScenario) -> None:
         self.scenario = scenario
@@ -304,7 +312,7 @@ class _Transfer:
         self.shrink = self._shrink()
 
     def _shrink(self) -> int:
-        """Return by how much items and rates are divided."""
+        """Return the divisor of items and rates with which the pages take at most `MOST_BYTES`, if possible."""
         scenario, shrink = self.scenario, 1
         pages = scenario.pages * scenario.page_tokens * scenario.shape.token_bytes
         while pages // shrink > MOST_BYTES and scenario.shape.head_bytes % (2 * shrink) == 0:
@@ -313,14 +321,14 @@ class _Transfer:
 
     @property
     def took(self) -> list[float]:
-        """Seconds from when each layer was computed until it was there."""
+        """Seconds from each layer's computation until the layer had arrived."""
         return [self.there[layer] - self.computed[layer] for layer in self.layers]
 
     @property
     def late(self) -> list[float]:
-        """Seconds from the request until each layer was there, less the computation of all until then."""
+        """Seconds from the request until each layer had arrived, less the computation of all layers until then."""
         each = sum(self.scenario.computation.chunks(self.scenario.tokens, self.scenario.chunk)) / 1e3
-        # The chunks before the last one have computed every layer when the first layer of the last one is.
+        # All chunks before the last one have computed all layers before the last chunk computes its first layer.
         before = sum(self.scenario.computation.chunks(self.scenario.tokens, self.scenario.chunk)[:-1]) / 1e3
         last = each - before
         return [
@@ -329,7 +337,7 @@ class _Transfer:
         ]
 
     def run(self) -> None:
-        """Simulate it."""
+        """Simulate the prompt's transfer."""
         nics = self.scenario.nics
         model = dataclasses.replace(nics.model, gbps=nics.model.gbps / self.shrink)
         run(self._main, rails=nics.per_rank, model=model, remembered=1 << 22)
@@ -337,7 +345,7 @@ class _Transfer:
     async def _main(self, fabric: Fabric) -> None:
         scenario, item = self.scenario, self.scenario.shape.head_bytes // self.shrink
         async with anyio.create_task_group() as work, _Sides(self, fabric, item) as sides:
-            # The handshake was made before, by an earlier request.
+            # Connect before the request begins, because an earlier request would have made the handshake.
             for consumer in sides.consumers:
                 await consumer.connect(sides.addresses)
             self.began = fabric.now
@@ -389,7 +397,7 @@ class _Transfer:
                 self.there[layer] = max(self.there.get(layer, 0.0), fabric.now)
 
     def by_nic(self, found: list[list[int]], whole: dict[int, int]) -> dict[int, list[int]]:
-        """Return bytes by NIC for all layers of the ranks that were simulated: their shares of what the plan says."""
+        """Return the simulated ranks' bytes by NIC, scaled from the simulated layers to all layers (`whole`)."""
         side = "prefill" if found is self.sent else "decode"
         made = {}
         for rank, row in zip(self.ranks[side], found, strict=True):
@@ -410,7 +418,7 @@ class _Sides:
 
     @property
     def addresses(self) -> list[aiote.Address]:
-        """Of the prefill ranks."""
+        """The addresses of the prefill ranks."""
         return [engine.address for engine in self.senders]
 
     async def __aenter__(self) -> _Sides:
@@ -437,6 +445,6 @@ class _Sides:
 
 
 def with_nics(scenario: KvScenario, counts: Iterable[int]) -> Iterator[KvPlan]:
-    """Yield plans with other numbers of NICs for each rank, at whatever rate they can have."""
+    """Yield plans with other numbers of NICs for each rank, without a rate, because fewer NICs might not reach it."""
     for count in counts:
         yield plan_kvcache(dataclasses.replace(scenario, nics=scenario.nics.of(count), rate=0.0))

@@ -1,18 +1,17 @@
-"""Dispatch and combine of an expert-parallel group, by `aiote.moe` itself: every rank, on the simulated network.
+"""Plan dispatch and combine of an expert-parallel group: run every rank of `aiote.moe` on the simulated network.
 
-    time of a rank = what the network takes, from the call until it returns + constant
+    time of a rank = the network's time, from the call until it returns + constant
 
-**Network.** Each rank is an engine with its NICs, and opens a group; routes, rows and answers are posted by
-`aiote.moe.round`, NICs are chosen by the engine. Python takes no virtual time. NICs send a packet of each
-write in turn.
+**Network.** Each rank is an engine with its NICs, and opens a group. `aiote.moe.round` posts routes, rows and answers;
+the engine chooses the NICs. Python code takes no virtual time. A NIC sends one packet of each of its writes in turn.
 
-**Node.** Ranks of a node reach each other over NVLink, which is not simulated: tokens name no expert of their own node
-here, and only the (small) routes go there. With node=1 everything goes over NICs.
+**Node.** Ranks of a node reach each other over NVLink, which is not simulated. So tokens name no expert of their own
+node here, and only the (small) routes go to ranks of the same node. With node=1 everything goes over NICs.
 
-**Constant.** Kernels, and what a host does for a round, are not simulated either. They are one number for a NIC and a
-phase, calibrated on one published cell each (`CONSTANTS`); for other NICs it is 0, or the caller's.
+**Constant.** Kernels, and the host's work in a round, are not simulated either. They are one number for each NIC model
+and phase, calibrated on one published cell each (`CONSTANTS`). For other NICs the number is 0, or the caller's.
 
-**Sizes.** Bytes and rates are divided by the same number (`SHRINK`), which changes no time, but takes less memory.
+**Sizes.** Bytes and rates are divided by the same number (`SHRINK`). This does not change times, but takes less memory.
 """
 
 from __future__ import annotations
@@ -38,25 +37,29 @@ __all__ = ["CONSTANTS", "MAX_RANKS", "Ends", "MoePlan", "MoeScenario", "plan_moe
 
 Phase = Literal["dispatch", "combine"]
 MAX_RANKS = 128
-"""Ranks that are simulated; a group of 64 takes a minute or two to open on one core."""
+"""The most ranks that are simulated. A group of 64 ranks takes a minute or two to open on one core."""
 PACKET = 4096
 SHRINK, LARGE_ROW = 4, 4096
-"""Smaller rows are simulated as they are: of a fourth of them, what says where they come from would be too much."""
+"""Rows of fewer than LARGE_ROW bytes are simulated in full size, because the fields that say where a row comes from
+would be too large a part of a fourth of the row."""
 ROUNDS = 3
-"""Of these the first is left out: an engine chooses NICs by what each has carried before."""
+"""How many rounds are simulated. The times of the first are left out, because an engine chooses NICs by the bytes that
+each has carried before."""
 CONSTANTS: dict[str, dict[Phase, float]] = {
     "ConnectX-7 400G": {"dispatch": 17.0, "combine": 13.8},
     "EFA 200G": {"dispatch": 35.1, "combine": 10.9},
 }
-"""Microseconds, by the name of a NIC model: what a published cell has more than what is simulated (docs/paper.md). The
-cell is of 16 ranks over ConnectX-7. Over EFA it is of 64 ranks, where it matters least that the reference chooses NICs
-in another way than an engine does."""
+"""Microseconds by the name of a NIC model: by how much a published cell is longer than the simulation (docs/paper.md).
+The cell for ConnectX-7 has 16 ranks. The cell for EFA has 64 ranks, because there it matters least that the reference
+chooses NICs in another way than an engine does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeScenario:
-    """A group and its NICs. tokens: of a rank and round. node: ranks that share NVLink. zipf: how skewed experts are
-    named, 0 for evenly. private: rows that go before the routes are known, as of `MoeConfig`.
+    """A group and its NICs.
+
+    tokens: the tokens of a rank in a round. node: how many ranks share NVLink. zipf: how skewed the choice of experts
+    is, 0 for even. private: rows that are sent before the routes are known, as in `MoeConfig`.
     """
 
     shape: MoeShape
@@ -87,7 +90,7 @@ class MoeScenario:
 
     @property
     def config(self) -> MoeConfig:
-        """What `aiote.moe` is given, in full size."""
+        """The configuration for `aiote.moe`, in full size."""
         fp8 = ITEMSIZES.get(self.dtype) == 1
         scales = self.scales if self.scales is not None else self.shape.hidden // 128 if fp8 else 0
         return MoeConfig(
@@ -97,7 +100,7 @@ class MoeScenario:
         )  # fmt: skip
 
     def smaller(self) -> tuple[MoeConfig, float, float]:
-        """Return a config whose rows are smaller, and by how much rows and answers are."""
+        """Return a configuration with smaller rows, and the factors of full-size rows and answers to its own."""
         whole = Sizes(self.config, self.ranks)
         if whole.row < LARGE_ROW:
             return self.config, 1.0, 1.0
@@ -108,11 +111,11 @@ class MoeScenario:
         return made.config, whole.row / made.row, whole.y_row / made.y_row
 
     def tokens_of(self, rank: int) -> NDArray[np.int32]:
-        """Draw which experts the tokens of a rank name, -1 for those of its own node."""
+        """Draw the experts that the tokens of a rank name; -1 replaces experts of the rank's own node."""
         shape = self.shape
         rng = np.random.default_rng((self.seed, self.ranks, rank))
         weights = np.arange(1, shape.experts + 1, dtype=np.float64) ** -self.zipf
-        # Experts without repetition, each as likely as its weight says (Efraimidis and Spirakis).
+        # Draw experts without repetition, with probabilities by weight (Efraimidis and Spirakis).
         keys = rng.exponential(size=(self.tokens, shape.experts)) / weights
         ids = keys.argpartition(shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
         local = -(-shape.experts // self.ranks)
@@ -122,16 +125,16 @@ class MoeScenario:
 
 
 class Ends(NamedTuple):
-    """Microseconds of one phase: the mean of all ranks, and the slowest."""
+    """Microseconds of one phase: the mean over all ranks, and the slowest rank."""
 
     mean: float
     slowest: float
 
 
 class MoePlan(NamedTuple):
-    """What a round takes. Bytes are of a dispatch and a combine together, by rank and NIC; memory is of one lane.
+    """The plan of a round. Bytes are for a dispatch and a combine together, by rank and NIC; memory is for one lane.
 
-    `constant` is in the times; `of_model` says whether it was calibrated for these NICs.
+    The times include `constant`; `of_model` says whether it was calibrated for these NICs.
     """
 
     ranks: int
@@ -147,7 +150,7 @@ class MoePlan(NamedTuple):
 
     @property
     def hottest(self) -> tuple[int, int, int]:
-        """The rank, the NIC and the bytes of the busiest direction of any NIC."""
+        """The rank and the NIC that carry the most bytes in one direction, and these bytes."""
         sides = (self.sent, self.received)
         return max(
             ((rank, nic, size) for side in sides for rank, row in enumerate(side) for nic, size in enumerate(row)),
@@ -156,11 +159,11 @@ class MoePlan(NamedTuple):
 
 
 def plan_moe(scenario: MoeScenario, constant: dict[Phase, float] | None = None) -> MoePlan:
-    """Simulate rounds of a group and return what one takes. Raises UsageError."""
+    """Simulate rounds of a group, and return the plan of one round. Raises UsageError."""
     known = CONSTANTS.get(scenario.nics.model.name)
     added = constant or known or {"dispatch": 0.0, "combine": 0.0}
     config, row, answer = scenario.smaller()
-    # Rows and answers are as many times smaller, but for the rounding of their lines to 16 bytes.
+    # Rows and answers shrink by the same factor, except that their lines are rounded to 16 bytes.
     scale = (row + answer) / 2
     model = dataclasses.replace(
         scenario.nics.model, gbps=scenario.nics.model.gbps / scale, packet_bytes=round(PACKET / scale)
@@ -187,13 +190,13 @@ def plan_moe(scenario: MoeScenario, constant: dict[Phase, float] | None = None) 
 
 
 class Barrier:
-    """Where all ranks wait for each other; it takes a millisecond, for what is under way to end."""
+    """A barrier of all ranks. It takes a millisecond, so that transfers in flight can end."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._here, self._event = ranks, 0, anyio.Event()
 
     async def wait(self) -> None:
-        """Wait until all have come."""
+        """Wait until all ranks have come."""
         mine = self._event
         self._here += 1
         if self._here % self._ranks:
@@ -205,7 +208,7 @@ class Barrier:
 
 
 class _Rounds:
-    """Runs rounds of all ranks, and keeps what they took."""
+    """Run rounds of all ranks, and keep their times and bytes."""
 
     def __init__(self, scenario: MoeScenario, config: MoeConfig) -> None:
         self.scenario, self.config = scenario, config

@@ -1,7 +1,7 @@
-"""The NICs of a rank that a plan is made for: published models, or one fitted to what `aiote bench` measured.
+"""The NICs of a rank in a plan: published models, or a model fitted to measurements of `aiote bench`.
 
-Published models are those of `aiote.testing`, which were fitted to tables of TransferEngine (arXiv 2510.27656). A file
-of `aiote bench --json` gives a model of what all NICs of the measured process carried together:
+The published models are those of `aiote.testing`, which were fitted to tables of TransferEngine (arXiv 2510.27656). A
+file of `aiote bench --json` gives a model of a single NIC that stands for all NICs of the measured process:
 
 | of the model   | from the file                                                        |
 |----------------|----------------------------------------------------------------------|
@@ -26,16 +26,16 @@ from ..testing import CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G, NicModel
 __all__ = ["MAX_NICS", "PUBLISHED_NICS", "Nics", "in_range", "nics_of"]
 
 MAX_NICS = 8
-"""NICs of a simulated engine, at most."""
+"""The most NICs of a simulated engine."""
 GIB = 1 << 30
 PAPER = "arXiv 2510.27656, tables of single and paged writes"
 PUBLISHED_NICS = {"efa-100g": (EFA_100G, 4), "efa-200g": (EFA_200G, 2), "efa-400g": (EFA_400G, 1),
                   "connectx-7": (CONNECTX7_400G, 1)}  # fmt: skip
-"""Models by name, and how many of them a GPU has: p5 has four of 100 Gbit/s, p5en two of 200."""
+"""Models by name, and how many such NICs each GPU has: p5 has four of 100 Gbit/s, p5en two of 200 Gbit/s."""
 
 
 class Nics(NamedTuple):
-    """`per_rank` NICs of one model for each rank, and where the model's numbers are from."""
+    """The NICs of each rank: `per_rank` NICs of one model, and the source of the model's numbers."""
 
     name: str
     model: NicModel
@@ -44,30 +44,31 @@ class Nics(NamedTuple):
 
     @property
     def gbps(self) -> float:
-        """What a rank's NICs carry together in one direction, in Gbit/s."""
+        """The rate of all NICs of a rank together in one direction, in Gbit/s."""
         return self.model.gbps * self.per_rank
 
     def of(self, count: int) -> Nics:
-        """Return so many of the same NICs."""
+        """Return the same NICs with `count` of them for each rank."""
         return self._replace(per_rank=count)
 
     def as_one(self) -> NicModel:
-        """Return one NIC that carries as many bytes and operations as all of them."""
+        """Return one NIC that carries as many bytes and operations as all NICs of a rank together."""
         model, count = self.model, self.per_rank
         return dataclasses.replace(model, gbps=model.gbps * count, operation_us=model.operation_us / count)
 
 
 def in_range(name: str, value: float, least: float, most: float = math.inf) -> None:
-    """Raise UsageError, which says the accepted range, for a number outside of it."""
+    """Raise UsageError, which states the accepted range, if a number is outside of it."""
     if not least <= value <= most:
         accepted = f"from {least:g} to {most:g}" if math.isfinite(most) else f"{least:g} or more"
         raise UsageError(f"{name}={value:g}: expected {accepted}")
 
 
 def nics_of(name: str, count: int = 0) -> Nics:
-    """Return NICs by a published name, or by the path of a file of `aiote bench --json`; 0: as many as a GPU has.
+    """Return NICs by a published name, or by the path of a file of `aiote bench --json`.
 
-    Raises UsageError for other names, for a file that is none, and for counts of which there is no such rank.
+    `count` is the number of NICs for each rank; 0 means as many as a GPU has, and for a file one. Raises UsageError for
+    other names, for other files, and for a count above `MAX_NICS`.
     """
     if name in PUBLISHED_NICS:
         model, usual = PUBLISHED_NICS[name]
@@ -83,7 +84,7 @@ def nics_of(name: str, count: int = 0) -> Nics:
 
 
 def _measured(path: Path) -> NicModel:
-    """Return a model of the records of a file. Raises UsageError, which names what is missing."""
+    """Return a model fitted to the records of a file. Raises UsageError, which names missing records."""
     try:
         records = [_Record.of(one) for one in json.loads(path.read_text())["records"] if one["runs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -118,7 +119,7 @@ class _Record(NamedTuple):
 
 
 def _operation(records: Sequence[_Record]) -> float:
-    """Return microseconds of an operation whose bytes do not count."""
+    """Return how many microseconds an operation takes apart from its bytes."""
     rates = [one.value for one in records if one.op == "rate"]
     if rates:
         return 1e6 / max(rates)

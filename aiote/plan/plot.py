@@ -1,4 +1,4 @@
-"""Plans as pictures; needs matplotlib (the `plot` extra), which is imported here alone."""
+"""Draw plans as pictures. Only this module imports matplotlib (the `plot` extra)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LABELS = 16
 
 
 class Panel(NamedTuple):
-    """Bars beside each other: for each series a value by label. `stacked`: on top of each other."""
+    """A bar chart: each series has a value by label. The bars of a label are beside each other, or `stacked`."""
 
     title: str
     unit: str
@@ -24,13 +24,16 @@ class Panel(NamedTuple):
 
 
 def require() -> None:
-    """Raise UsageError where nothing can be drawn, before anything is planned for it."""
+    """Raise UsageError if matplotlib is missing. Callers check this before they compute a plan."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError('a plot needs matplotlib; install with: pip install "aiote[plot]"')
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draw panels below each other into a file, whose suffix says what it is. Raises UsageError."""
+    """Draw panels below each other into a file; its suffix selects the format.
+
+    Raises UsageError if matplotlib is missing, or if the file cannot be written.
+    """
     require()
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""Shapes of published models, as far as plans need them: what a token has in a cache, and what a token dispatches.
+"""Shapes of published models, as far as plans need them: the cache of a token, and the dispatch of a token.
 
-The numbers are those of the models' own configurations (`config.json` of each at its publisher's): layers, key-value
-heads and their size, the compressed row of multi-head latent attention (kv_lora_rank + qk_rope_head_dim), experts,
-experts of a token, hidden size.
+The numbers come from the models' own configurations (each publisher's `config.json`): layers, key-value heads and their
+size, the compressed row of multi-head latent attention (kv_lora_rank + qk_rope_head_dim), experts, experts of a token,
+hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["KV_SHAPES", "MOE_SHAPES", "KvShape", "MoeShape", "kv_shape", "moe_sh
 
 
 class KvShape(NamedTuple):
-    """A cache: `fields` rows a token and layer, each of `heads` heads of `head_bytes`; 0 heads: one row for all."""
+    """A cache: for each token and layer a row for each of `fields`, of `heads` heads of `head_bytes` bytes each.
+
+    With 0 heads there is one row of `head_bytes` bytes, which all ranks have.
+    """
 
     name: str
     layers: int
@@ -27,12 +30,12 @@ class KvShape(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in one layer, of all heads."""
+        """Bytes of a token in one layer, for all heads."""
         return len(self.fields) * max(1, self.heads) * self.head_bytes
 
 
 class MoeShape(NamedTuple):
-    """What a layer of experts dispatches."""
+    """A layer of experts: how many there are, how many each token goes to, and the elements of a token."""
 
     name: str
     experts: int
@@ -72,7 +75,7 @@ GIVEN = "the command line"
 
 
 def kv_shape(model: str, *, layers: int = 0, heads: int = -1, head_bytes: int = 0) -> KvShape:
-    """Return a published shape, in which numbers that are given take the place of its own; "" has none of its own.
+    """Return a published shape. Numbers that are given replace its own; without a model (""), all must be given.
 
     Raises UsageError for a name that is not known, and for numbers that are missing or out of range.
     """
@@ -99,7 +102,7 @@ def kv_shape(model: str, *, layers: int = 0, heads: int = -1, head_bytes: int = 
 
 
 def moe_shape(model: str, *, experts: int = 0, top_k: int = 0, hidden: int = 0) -> MoeShape:
-    """Return a published shape, in which numbers that are given take the place of its own. Raises as `kv_shape`."""
+    """Return a published shape. Numbers that are given replace its own. Raises UsageError like `kv_shape`."""
     if model and model not in MOE_SHAPES:
         raise UsageError(f"model={model!r}: expected one of {', '.join(MOE_SHAPES)}, or numbers instead")
     if not model and not (experts and top_k and hidden):

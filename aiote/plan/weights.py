@@ -1,16 +1,17 @@
-"""How long a weight update takes, of the plan that `aiote.weights` makes of it.
+"""Simulate how long a weight update takes, by the plan that `aiote.weights` makes for it.
 
-The plan says what each trainer gathers, makes and writes, and in which order. Here each call has a cost, and what is
-written goes over NICs.
+The plan says what each trainer gathers, makes and writes, and in which order. In the simulation each call has a cost,
+and writes go over NICs.
 
-**Host.** Each trainer makes its calls one after the other. A write is posted when its call returns. The next mesh group
-begins once all trainers have gathered the last one (a barrier that itself takes no time: that was not published).
+**Host.** Each trainer makes its calls one after the other, and posts a write when the write's call returns. The next
+mesh group begins once all trainers have gathered the last one (a barrier, which itself takes no time, because its time
+was not published).
 
-**NICs.** Those of `aiote.testing`, with their rules: a NIC sends its writes one after the other, and a NIC receives
-them one after the other; both take `bytes / gbps`, and `operation_us` at least. Memory is not bounded. Millions of
-writes are computed as arrays (`delivered`), which a test compares with engines on the simulated network.
+**NICs.** They are those of `aiote.testing`, with their rules: a NIC sends its writes one after the other, and receives
+writes one after the other. Both take `bytes / gbps`; sending takes at least `operation_us`. Memory is not bounded.
+Millions of writes are computed as arrays (`delivered`); a test compares this with engines on the simulated network.
 
-Of a plan whose writes are too many for that, `bound` gives what no order can beat.
+If a plan has too many writes even for this, `bound` gives a time that no order can beat.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LAST = 1 << 30
 
 
 class Costs(NamedTuple):
-    """Microseconds of a call, from a table of the paper; `rest` is its "rest" (42 ms) by parameter."""
+    """Microseconds of each kind of call, from a table of the paper; `rest` is its "rest" (42 ms) for each parameter."""
 
     copy: float = 378
     full_tensor: float = 2 * 532
@@ -50,9 +51,10 @@ class Costs(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a trainer does for one unit: calls, and writes as (target ranks, bytes of a weight, bytes of its scales).
+    """A trainer's work for one unit: calls, and writes as (target ranks, bytes of a weight, bytes of its scales).
 
-    `group` is that of its mesh; LAST where nothing is gathered. `parameters` are those that no job before had.
+    `group` is the group of the unit's mesh, or LAST if the unit does not gather. `parameters` counts the parameters
+    that no earlier job of the trainer had.
     """
 
     group: int
@@ -68,7 +70,11 @@ class Job(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Milliseconds: when the first trainer's calls are over, when all are, when the last byte is there; its waiting."""
+    """Milliseconds of an update.
+
+    first: how long the first trainer is in calls. hosts: when the calls of all trainers are over. total: when also the
+    last write is confirmed. waiting: total less first.
+    """
 
     first: float
     hosts: float
@@ -77,11 +83,11 @@ class Times(NamedTuple):
 
 
 Jobs: TypeAlias = dict[int, list[Job]]
-"""The jobs of trainers, by rank, in the order in which they do them."""
+"""The jobs of each trainer, by rank, in the order in which the trainer does them."""
 
 
 def jobs_of(plan: UpdatePlan, order: Order = "plan") -> Jobs:
-    """Return what a plan has for each trainer: in its own order, or in that of the trainers' parameters."""
+    """Return each trainer's jobs of a plan: in the plan's order, or in the order of the trainers' parameters."""
     groups = {mesh: number for number, several in enumerate(plan.groups) for mesh in several}
     place = {name: number for number, name in enumerate(plan.sources.tensors)}
     found: dict[int, list[tuple[tuple[int, int], Unit, list[str], int]]] = {r: [] for r in plan.sources.ranks}
@@ -106,7 +112,7 @@ def jobs_of(plan: UpdatePlan, order: Order = "plan") -> Jobs:
 
 
 def parameters_of(plan: UpdatePlan, unit: Unit) -> Iterator[str]:
-    """Yield the source tensors of a unit."""
+    """Yield the names of the source tensors of a unit."""
     entry = plan.entries[unit.entry]
     cell = entry.cells[unit.cell]
     parts = {cell.holders[0][0]} if cell.direct else {atom.holders[0][0] for atom in cell.atoms}
@@ -114,7 +120,7 @@ def parameters_of(plan: UpdatePlan, unit: Unit) -> Iterator[str]:
 
 
 def writes_of(plan: UpdatePlan, unit: Unit) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield the target ranks of a unit, those that hold the same together, and the bytes that each gets."""
+    """Yield the target ranks of a unit, grouped by what they hold, and the bytes of weights and of scales each gets."""
     entry = plan.entries[unit.entry]
     cell = entry.cells[unit.cell]
     if (unit.start, unit.stop) != (cell.start, cell.stop):
@@ -130,7 +136,7 @@ def writes_of(plan: UpdatePlan, unit: Unit) -> Iterator[tuple[tuple[int, ...], i
 
 
 class Posts(NamedTuple):
-    """Writes of one trainer: when each is posted (us), to which target rank, and its bytes."""
+    """The writes of one trainer: the time at which each is posted (us), its target rank, and its bytes."""
 
     times: Floats
     targets: NDArray[np.int64]
@@ -142,7 +148,7 @@ class Posts(NamedTuple):
 
 
 class Trainer:
-    """One trainer's calls, one after the other; `slower` is by how much more each takes."""
+    """One trainer, which makes its calls one after the other. Each call takes `slower` times its cost."""
 
     def __init__(self, place: int, places: int, jobs: Sequence[Job], costs: Costs, slower: float) -> None:
         self.place, self.costs, self.slower = place, costs, slower
@@ -182,7 +188,7 @@ class Trainer:
 
 
 def delivered(several: Sequence[Posts], nic: NicModel) -> Floats:
-    """Return when each write of all senders is confirmed (us), in their order."""
+    """Return when each write is confirmed (us): the writes of the first sender, then those of the next."""
     arrivals = []
     for posts in several:
         bytes_us = posts.sizes * 8e-3 / nic.gbps if nic.gbps else 0 * posts.sizes
@@ -207,7 +213,7 @@ def simulate(
     costs: Costs | None = None,
     slower: Callable[[int], float] = lambda _rank: 1.0,
 ) -> Times:
-    """Simulate an update; `slower` says by how much more each call of a rank takes. `nic` is all NICs of a rank."""
+    """Simulate an update. `slower` returns a rank's factor on the cost of its calls. `nic` stands for a rank's NICs."""
     costs = costs or Costs()
     trainers = [
         Trainer(place, len(jobs), several, costs, slower(rank))
@@ -225,7 +231,7 @@ def simulate(
 
 
 def spent_in_calls(jobs: Sequence[Job], costs: Costs) -> float:
-    """Return how long a trainer is in calls, its waiting left out."""
+    """Return how long a trainer is in calls (us), without its waiting."""
     writes = sum(len(ranks) * (1 + bool(scale)) for job in jobs for ranks, _, scale in job.writes)
     return (
         sum(job.parameters for job in jobs) * (costs.copy + costs.fuse + costs.rest)
@@ -236,7 +242,7 @@ def spent_in_calls(jobs: Sequence[Job], costs: Costs) -> float:
 
 
 def count_writes(plan: UpdatePlan) -> dict[int, int]:
-    """Return how many writes each trainer posts, its scales' among them."""
+    """Return how many writes each trainer posts, including those of scales."""
     found = dict.fromkeys(plan.sources.ranks, 0)
     for number, unit in enumerate(plan.units):
         times = 1 + bool(plan.entries[unit.entry].scale)
@@ -245,7 +251,7 @@ def count_writes(plan: UpdatePlan) -> dict[int, int]:
 
 
 class Bound(NamedTuple):
-    """Milliseconds that no order can beat, and of which rank: posting, NICs of trainers, NICs of inference ranks."""
+    """Lower bounds in milliseconds, each with its rank: posting, the NICs of trainers, the NICs of inference ranks."""
 
     posting: tuple[float, int]
     sending: tuple[float, int]
@@ -253,12 +259,12 @@ class Bound(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The largest."""
+        """The largest of the bounds."""
         return max(time for time, _ in self)
 
 
 def bound(plan: UpdatePlan, nic: NicModel, costs: Costs | None = None, writes: dict[int, int] | None = None) -> Bound:
-    """Return what limits an update: calls that post writes, one after the other, and bytes over a rank's NICs."""
+    """Return lower bounds of an update: a rank's calls that post writes, one after the other, and its NICs' bytes."""
     submit = (costs or Costs()).submit
     traffic = plan.traffic
     per_byte = 8e-6 / nic.gbps if nic.gbps else 0.0

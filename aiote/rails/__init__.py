@@ -1,7 +1,8 @@
-"""Rails: opened NICs behind one contract, and the only door to the compiled floor.
+"""Rails: opened NICs behind one contract, and the way from the layers above to the compiled code (`aiote_native`).
 
-`RailSet` is what the floors above use: the rails of one engine with their native core. The names of the native objects
-that they handle are re-exported here, because nothing above imports `aiote_native`.
+The layers above use `RailSet`, which holds the rails of one engine with their native core. They also handle some native
+objects, whose names this module re-exports. Above it only `aiote.gpu` and `aiote.moe` import `aiote_native`, for
+kernels of their own.
 """
 
 from aiote_native.buffers import Buffer, acquire, section

@@ -1,7 +1,7 @@
-"""What every kind of rail provides, and what is known of each provider before it is opened.
+"""The interface that every kind of rail provides, and the traits of each provider that are known before it is opened.
 
-A rail hides registration modes, addressing, the largest message, how an immediate alone is posted and whether there
-is a wait descriptor. The contract suite in `tests/rails` runs the same expectations against every kind.
+A rail hides registration modes, addressing, the largest message, how an immediate without data is posted, and whether
+there is a wait descriptor. The contract suite in `tests/rails` runs the same expectations against every kind of rail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["TRAITS", "Rail", "RailInfo", "Traits", "traits_of"]
 
 @dataclass(frozen=True, slots=True)
 class RailInfo:
-    """A rail as users see it: name of the NIC, provider, speed in Mbit/s (0: unknown), NUMA node (-1: none), state,
+    """Describe a rail to users: name of the NIC, provider, speed in Mbit/s (0: unknown), NUMA node (-1: none), state,
     library.
     """
 
@@ -33,13 +33,13 @@ class RailInfo:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is known of a provider.
+    """Describe the properties of a provider that are known in advance.
 
-    `waits`: its queues have a descriptor to sleep on. `least`: bytes that an immediate alone carries (shm of 1.17
-    never completes a write of none). `by_address`: opened by a local IP address. `host_only`: reaches peers of
-    this host alone. `fragile`: one request that fails takes its connection with it, so that it has to be made anew
-    also where there is no other. `dmabuf`: reaches GPU memory through DMA-BUFs. `scarce`: its NICs have few endpoints
-    for all processes of a host, so that there may be none left for a peer.
+    `waits`: its queues have a descriptor to sleep on. `least`: bytes that a write with only an immediate carries,
+    because shm of 1.17 never completes a write of zero bytes. `by_address`: its rails are opened by a local IP address.
+    `host_only`: it reaches only peers on this host. `fragile`: a request that fails breaks its connection, so that the
+    engine has to make the connection anew even if it has no other one. `dmabuf`: it reaches GPU memory through
+    DMA-BUFs. `scarce`: its NICs have few endpoints for all processes of a host, so that a peer may find none left.
     """
 
     waits: bool = True
@@ -63,7 +63,7 @@ TRAITS = {
 
 
 def traits_of(provider: str) -> Traits:
-    """Return what is known of a provider by its name, of layered ones ("tcp;ofi_rxm") by the first part."""
+    """Return the traits of a provider by its name. The first part of a layered name ("tcp;ofi_rxm") decides."""
     return TRAITS.get(provider.partition(";")[0], Traits())
 
 
@@ -80,27 +80,27 @@ class Rail(Protocol):
 
     @property
     def provider(self) -> str:
-        """Name the provider in full."""
+        """The provider's full name."""
         ...
 
     @property
     def name(self) -> str:
-        """Name the NIC."""
+        """The NIC's name."""
         ...
 
     @property
     def info(self) -> RailInfo:
-        """Describe the rail."""
+        """The description of the rail for users."""
         ...
 
     @property
     def place(self) -> Place:
-        """Where the NIC is; unknown for what has no place."""
+        """The place of the NIC in the machine; unknown for a rail without a physical NIC."""
         ...
 
     @property
     def wire(self) -> str:
-        """Name what travels on the wire; two rails can be joined when they say the same."""
+        """The name of the wire protocol. Two rails can be connected if their names are equal."""
         ...
 
     def open_endpoint(self) -> NativeEndpoint:
@@ -108,5 +108,5 @@ class Rail(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the NIC; everything under it is closed before. Idempotent."""
+        """Close the NIC. The caller has closed everything that uses it. Idempotent."""
         ...

@@ -1,7 +1,7 @@
-"""What a machine lacks for RDMA and for aiote: findings over facts, each with the command that mends it.
+"""Findings about what a machine lacks for RDMA and for aiote, each with the command that mends it.
 
-`aiote.rails.facts` reads the facts, here they are judged, and nothing is read. A fact that is unknown (None, an empty
-name) gives no finding, so that a recorded tree is examined by the same code as a machine.
+`aiote.rails.facts` reads the facts; this module judges them and reads nothing. An unknown fact (None, an empty name)
+yields no finding, so that the same code examines a recorded tree and a live machine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Level = Literal["wrong", "hint"]
 MIB = 1 << 20
 GIB = 1 << 30
 LITTLE_LOCKED = 64 * MIB
-"""What systems give unasked is 64 KiB or 8 MiB; who has set more has thought about it."""
+"""Bytes. Systems allow 64 KiB or 8 MiB by default; a higher limit was set on purpose."""
 SHM_OF_A_PEER = 16 * MIB
 SHM_WANTED = GIB
 SHM_NEEDED = 8 * SHM_OF_A_PEER
-"""A process for each of eight GPUs. Docker gives 64 MiB."""
+"""Room for one process on each of eight GPUs. Docker gives 64 MiB."""
 
 DMA_BUF = (5, 12)
 NVIDIA = 0x10DE
 
-# Kernel driver of the device below an RDMA device -> name of its library; as in rdma-core's folder of providers.
+# Kernel driver of the device below an RDMA device -> name of its user-space library, as in rdma-core's `providers`.
 LIBRARIES = {
     "be2net": "ocrdma",
     "bnxt_en": "bnxt_re",
@@ -54,7 +54,9 @@ LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is `about` a thing: "wrong" (it is there and does not work) or a "hint"; `mend` is a command."""
+    """A statement `what` on the subject `about`: "wrong" (it is there and does not work) or a "hint"; `mend` is a
+    command.
+    """
 
     level: Level
     about: str
@@ -63,7 +65,7 @@ class Finding:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Return what there is to say, what is wrong first."""
+    """Return the findings on a machine, those of level "wrong" first."""
     found = [finding for check in CHECKS for finding in check(facts)]
     return sorted(found, key=lambda finding: finding.level != "wrong")
 
@@ -113,13 +115,13 @@ def _locked_memory(facts: Facts) -> Iterator[Finding]:
 
 def _libfabric(facts: Facts) -> Iterator[Finding]:
     if facts.libfabric_error:
-        # A path that was given is taken as it is, so that an installed library would not be looked at.
+        # aiote takes a path that the user gave as it is, so that it would ignore a newly installed library.
         mend = "unset AIOTE_LIBFABRIC" if facts.library else 'pip install "aiote[libfabric]"'
         yield Finding("wrong", "libfabric.so.1", facts.libfabric_error, mend)
 
 
 def _efa(facts: Facts) -> Iterator[Finding]:
-    """Yield whether EFA's NICs can be used, and why not. That `auto` does not take them has to be known, too."""
+    """Yield whether EFA's NICs can be used, and why not. Users also have to know that `auto` does not choose them."""
     if facts.efa_error:
         yield Finding("wrong", "EFA", facts.efa_error, "fi_info -p efa -t FI_EP_RDM")
     elif facts.efa:
@@ -212,7 +214,7 @@ def _no_roce2(device: Device, port: PortFacts) -> Finding:
 
 
 def _gpu_memory(facts: Facts) -> Iterator[Finding]:
-    """Yield what NICs lack to reach GPUs' memory: DMA-BUF, or for NVIDIA's the older module."""
+    """Yield what NICs lack to reach GPU memory: DMA-BUF, or, for NVIDIA's GPUs, the older kernel module."""
     if not facts.gpus or not (facts.cxi or any(not device.software for device in facts.devices)):
         return
     old = facts.kernel is not None and facts.kernel < DMA_BUF
@@ -224,7 +226,7 @@ def _gpu_memory(facts: Facts) -> Iterator[Finding]:
             f"Linux {release} cannot register GPU memory by DMA-BUF, 5.12 can",
             "apt-get install linux-image-amd64 && reboot",
         )
-    # NVIDIA's driver gives out DMA-BUFs in its open form alone.
+    # Only the open form of NVIDIA's kernel driver exports DMA-BUFs.
     if NVIDIA in facts.gpus and facts.peermem is False and (old or facts.nvidia_open is False):
         why = f"Linux is older than {DMA_BUF[0]}.{DMA_BUF[1]}" if old else "NVIDIA's closed driver gives none"
         what = f"nvidia_peermem is not loaded, and there is no DMA-BUF ({why}): NICs cannot reach GPU memory"

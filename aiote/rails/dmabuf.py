@@ -1,8 +1,8 @@
-"""DMA-BUFs of GPU memory, asked of the driver that owns it: what the kernel lets a NIC reach a GPU by.
+"""DMA-BUFs of GPU memory, exported by the driver that owns it. The kernel lets a NIC reach a GPU through them.
 
-CUDA: `cuMemGetHandleForAddressRange` (11.7 and newer) with the open kernel modules, for whole pages of the host.
-The driver is asked in the memory's own context, and is open when that is
-registered. ROCm: `hsa_amd_portable_export_dmabuf` (5.6 and newer), whose library is opened by name and only here.
+CUDA: `cuMemGetHandleForAddressRange` (11.7 and newer) with the open kernel modules exports whole pages of the host's
+page size. The driver is called in the memory's own context; registering CUDA memory has opened the driver before. ROCm:
+`hsa_amd_portable_export_dmabuf` (5.6 and newer); only this module opens its library, by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROCM_LIBRARY = "libhsa-runtime64.so.1"
 
 @dataclass(frozen=True, slots=True)
 class DmaBuf:
-    """A descriptor, owned by whoever has it, and where in it the memory begins, in bytes."""
+    """A DMA-BUF descriptor, owned by its holder, and the offset in bytes at which the memory begins in it."""
 
     fd: int
     offset: int
@@ -72,14 +72,15 @@ def _rocm(address: int, length: int) -> DmaBuf:
 
 
 EXPORTERS: dict[str, Callable[[int, int], DmaBuf]] = {"cuda": _cuda, "rocm": _rocm}
-"""By the device of a buffer."""
+"""Functions that export a DMA-BUF, by the kind of device of a buffer."""
 
 
 @contextlib.contextmanager
 def exported(device: str, address: int, length: int) -> Iterator[DmaBuf]:
-    """Ask the owner of `length` bytes at `address` for a DMA-BUF of them; its descriptor is closed in the end.
+    """Ask the driver that owns `length` bytes at `address` for a DMA-BUF of them, and close its descriptor at the end.
 
-    What was registered by it stays so: the kernel holds the memory. Raises FabricError where there is none.
+    A registration made with the descriptor outlives it, because the kernel holds the memory. Raises FabricError if the
+    driver exports none.
     """
     found = EXPORTERS[device](address, length)
     try:

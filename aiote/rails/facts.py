@@ -1,6 +1,6 @@
-"""The facts that a machine's diagnosis needs, read from sysfs, from the process's limits and from the file system.
+"""The facts that the diagnosis of a machine needs, read from sysfs, the process's limits and the file system.
 
-Reading never raises: what cannot be read is unknown, None. Of a recorded tree only what sysfs has is read.
+Reading never raises: a fact that cannot be read is unknown (None). For a recorded tree, only facts from sysfs are read.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ PROVIDERS = (
     "/usr/local/lib*/libibverbs/lib*-rdmav*.so",
 )
 OF_THE_MACHINE = ("container", "device nodes", "kernel", "libraries", "locked memory", "NVIDIA's driver", "/dev/shm")
-"""What is not in a recorded tree."""
+"""Facts that a recorded tree does not contain."""
 
 IFF_UP = 1
 CAP_IPC_LOCK = 1 << 14
 ALL_USERS = ["0", "0", "4294967295"]
 SOFTWARE_IWARP = "Software iWARP"
-"""How siw describes itself; it has the driver of the net device below as its own."""
+"""The beginning of siw's node description. siw names the driver of the net device below it as its own driver."""
 
 Node = Literal["unknown", "ok", "unloaded", "missing", "denied"]
 
 
 @dataclass(frozen=True, slots=True)
 class Net:
-    """A net device of a port; `up`: it is switched on, with a cable or without."""
+    """A net device of a port; `up`: it is switched on, whether or not a cable is plugged in."""
 
     name: str
     up: bool | None = None
@@ -70,7 +70,7 @@ class Net:
 
 @dataclass(frozen=True, slots=True)
 class GidFacts:
-    """A GID: 2 or 1 for RoCE v2 or v1, its IP address, whether that is known on one link alone."""
+    """A GID: its version (2 or 1 for RoCE v2 or v1), its IP address, and whether only one link knows the address."""
 
     version: int
     ip: str
@@ -79,7 +79,7 @@ class GidFacts:
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A port. `state` and `physical` are as sysfs has them ("ACTIVE", "LinkUp"); `gids` is None where not told."""
+    """A port. `state` and `physical` are as sysfs has them ("ACTIVE", "LinkUp"); `gids` is None if sysfs lists none."""
 
     name: str
     number: int = 1
@@ -92,7 +92,7 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An RDMA device; `node` is what became of opening its device node, `uverbs`."""
+    """An RDMA device; `node` is the result of opening its device node, whose name is `uverbs`."""
 
     name: str
     driver: str = ""
@@ -106,7 +106,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The limit on locked memory in bytes, -1 for none; who is `exempt` has none either."""
+    """The limit on locked memory in bytes (-1: no limit). The limit does not apply to an `exempt` process."""
 
     soft: int
     hard: int
@@ -115,12 +115,12 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a machine.
+    """The facts of one machine, as far as they are known.
 
-    `gpus` are the numbers of their makers, `cxi` counts Slingshot's NICs, `net` is a net device to build upon,
-    `libraries` are the names of the user-space drivers, `library` is the libfabric that the user named. Of the two
-    errors an empty one says that the library opens; `shm_bytes` is 0 where there is no /dev/shm. `efa` are EFA's NICs
-    that can be used, `efa_error` says why they cannot.
+    `gpus` are the PCI vendor numbers of the GPUs, `cxi` counts Slingshot's NICs, `net` is a net device on which a
+    software RDMA device can be created, `libraries` are the names of the user-space drivers, `library` is the libfabric
+    that the user named. `libfabric_error` and `libibverbs_error` are empty if the library opens; `shm_bytes` is 0 if
+    there is no /dev/shm. `efa` are the EFA NICs that can be used, `efa_error` says why they cannot be used.
     """
 
     recorded: bool = False
@@ -148,10 +148,10 @@ class Facts:
 
 
 def gather(root: str = SYSFS, library: str = "") -> Facts:
-    """Read the machine's facts, or those of a recorded tree. Never raises.
+    """Read the facts of the machine, or those of a recorded tree. Never raises.
 
-    `library` is the path of the libfabric that the user wants. The libraries are opened, and so is each device node
-    for a moment.
+    `library` is the path of the libfabric that the user wants. On a live machine this opens the libraries, and each
+    device node for a moment.
     """
     tree = Tree(root)
     topology = read_topology(root)
@@ -169,12 +169,12 @@ def gather(root: str = SYSFS, library: str = "") -> Facts:
 
 
 def with_efa(facts: Facts) -> Facts:
-    """Add what libfabric says of EFA's NICs: opens it, for the life of the process. Never raises."""
+    """Add what libfabric reports on EFA's NICs. It stays open for the life of the process. Never raises."""
     here = any(device.driver == "efa" for device in facts.devices)
     if facts.recorded or facts.libfabric_error or facts.libfabric_error is None:
         return facts
     if facts.devices and not here:
-        # Asked for EFA where there are NICs of others alone, libfabric 2.5 crashed in `doctor`.
+        # Asked for EFA on a machine that had only NICs of other kinds, libfabric 2.5 crashed in `doctor`.
         return facts
     from .libfabric import efa_state
 
@@ -250,7 +250,7 @@ def _port(tree: Tree, port: Port, nic: Nic) -> PortFacts:
 
 
 def _nets_below(tree: Tree, port: Port, nic: Nic) -> list[str]:
-    """Return the net devices of a port that names none, as without a GID: those of its device, by their number."""
+    """Return the net devices for a port that names none (without a GID): its device's, matched by the port's number."""
     several = len(nic.partners) > 1
     return [
         name
@@ -260,7 +260,7 @@ def _nets_below(tree: Tree, port: Port, nic: Nic) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """Return what a text such as "4: ACTIVE" says."""
+    """Return the word in a text such as "4: ACTIVE", or an empty string."""
     number, colon, word = text.partition(": ")
     return word if colon and number.isdigit() else ""
 
@@ -271,7 +271,7 @@ def _switched_on(tree: Tree, name: str) -> bool | None:
 
 
 def node_state(path: str) -> Node:
-    """Return what becomes of opening a device node, which a container's rules may refuse even to root."""
+    """Return the result of opening a device node, which a container's rules may deny even to root."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
     except PermissionError:
@@ -317,7 +317,7 @@ def _memlock() -> Limit | None:
 
 
 def _exempt(status: str, uid_map: str) -> bool:
-    """Tell whether the limit is not asked: the capability counts where users are the machine's own."""
+    """Tell whether the limit does not apply: the process has CAP_IPC_LOCK, and no user namespace maps its users."""
     match = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", status, re.ASCII | re.MULTILINE)
     return match is not None and bool(int(match[1], 16) & CAP_IPC_LOCK) and uid_map.split() == ALL_USERS
 
@@ -329,7 +329,7 @@ def _shm_bytes() -> int | None:
         return 0
     except OSError:
         return None
-    # A file system without a limit says 0.
+    # A file system without a size limit reports 0.
     return status.f_blocks * status.f_frsize or None
 
 

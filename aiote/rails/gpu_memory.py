@@ -1,7 +1,7 @@
-"""Registering memory of a GPU with each rail by the best way that it has, and why the others are not it.
+"""Registering GPU memory with each rail in the best way that the rail has, and recording why other ways failed.
 
-A NIC of libibverbs reaches it by a DMA-BUF, or by the kernel's module that gives NICs the pages of GPUs. Our own rails
-share or stage it. A rail without a way is left out: transfers take the other rails, and peers are told.
+A libibverbs NIC reaches GPU memory by a DMA-BUF, or by the kernel module that gives NICs the pages of GPUs. Our own
+rails share or stage it. A rail without a way is left out: transfers take the other rails, and the peers are told.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PEER_MODULES = (
     Path("/sys/module/nv_peer_mem/version"),
     Path("/sys/kernel/mm/memory_peers/nv_mem/version"),
 )
-"""One is there where NICs may register addresses of a GPU as if they were the host's."""
+"""If one of these files exists, NICs may register addresses of a GPU as if they were the host's."""
 SLOW = 7
-"""The rank of a way through memory of the host, where others go without."""
+"""The rank of a rail that stages GPU memory through host memory, if other rails need not stage it."""
 
 
 class _Attempts:
-    """Registers some memory with one rail after the other; a DMA-BUF is asked for once, for all of them."""
+    """Register one buffer with one rail after another. The DMA-BUF is exported once, for all rails."""
 
     def __init__(self, buffer: Buffer, access: int, stack: contextlib.ExitStack) -> None:
         self.buffer = buffer
@@ -49,7 +49,7 @@ class _Attempts:
         self._exported: DmaBuf | FabricError | None = None
 
     def register(self, rail: Rail) -> tuple[Registration | None, Reach]:
-        """Register with a rail, if it has a way. Raises StatusError as the driver does."""
+        """Register with a rail, if the rail has a way to the memory. Raises StatusError from the driver."""
         if stages(rail, self.buffer.device):
             made = rail.device.register_gpu(*self._arguments)
             return made, reach_of(rail, self.buffer.device, made)
@@ -70,9 +70,9 @@ class _Attempts:
         return None, Reach("none", "; ".join(reasons) + "; other rails carry it")
 
     def _ordered(self, made: Registration) -> str:
-        """Have what the NIC writes be there when it is counted; say how. What cannot is registered no more.
+        """Ensure that data the NIC wrote is visible before it is counted; return how, as text for the reach.
 
-        Raises StatusError.
+        Closes the registration and raises StatusError if that is impossible.
         """
         if self.buffer.device != "cuda":
             return ""
@@ -114,10 +114,10 @@ class _Attempts:
 
 
 def register_gpu(rails: Sequence[Rail], buffer: Buffer, access: int) -> tuple[LocalMemory, dict[str, Reach]]:
-    """Register a buffer with all rails that reach it; return it with each rail's way. The driver is open.
+    """Register a buffer with all rails that reach it; return the registered memory and each rail's way to it.
 
-    Raises UsageError where no kind of rail here reaches such memory, FabricError or StatusError where one that could
-    did not.
+    The caller has opened the driver. Raises UsageError if no kind of rail here reaches such memory, and FabricError or
+    StatusError if every rail that can reach it failed.
     """
     deaf = [rail for rail in rails if not (stages(rail, buffer.device) or rail.traits.dmabuf)]
     if buffer.device not in EXPORTERS or len(deaf) == len(rails):

@@ -1,4 +1,4 @@
-"""Which of this machine's addresses a rail is bound to."""
+"""The IP addresses of this machine, and the choice of the one that a rail is bound to."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["addresses", "in_order", "nearest", "node_of", "unknown"]
 
 SIOCGIFCONF = 0x8912
 IFREQ_BYTES = 40
-"""netdevice(7): a name of 16 bytes, then a union of 24, of which a sockaddr_in is the first 16."""
+"""netdevice(7): a name of 16 bytes, then a union of 24 bytes. A sockaddr_in takes the first 16 bytes of the union."""
 
 
 IF_INET6 = Path("/proc/net/if_inet6")
 """A line for each IPv6 address: 32 digits, then index, prefix, scope and flags in hexadecimal, and the interface."""
-UNUSABLE = 0x40 | 0x08  # IFA_F_TENTATIVE, IFA_F_DADFAILED: nobody may send from it, or not yet
-FLEETING = 0x20 | 0x01  # IFA_F_DEPRECATED, IFA_F_TEMPORARY: it goes away by itself
+UNUSABLE = 0x40 | 0x08  # IFA_F_TENTATIVE, IFA_F_DADFAILED: the kernel does not send from it, or not yet
+FLEETING = 0x20 | 0x01  # IFA_F_DEPRECATED, IFA_F_TEMPORARY: the kernel will remove it
 
 
 def addresses() -> dict[str, str]:
     """Return the addresses of this machine, each with its interface's name; IPv4 first.
 
-    IPv6 ones that last stand before those that go away by themselves, link-local ones last and with their interface
-    ("fe80::1%eth0"), without which they lead nowhere.
+    Among IPv6 addresses, permanent ones come before those that the kernel will remove. Link-local ones come last and
+    include their interface ("fe80::1%eth0"), because they cannot be reached without it.
     """
     return {**_of_version_4(), **_of_version_6()}
 
@@ -44,7 +44,7 @@ def _of_version_6() -> dict[str, str]:
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
             text = f"{address}%{name}" if address.is_link_local else str(address)
             found.append((address.is_link_local, bool(int(flags, 16) & FLEETING), text, name))
-    # A stable sort: within a kind they stay as the kernel has them.
+    # The sort is stable: within a kind the kernel's order is kept.
     return {text: name for _, _, text, name in sorted(found, key=lambda one: one[:2])}
 
 
@@ -64,26 +64,26 @@ def _of_version_4() -> dict[str, str]:
 
 
 def in_order(host: str, hosts: dict[str, str]) -> dict[str, str]:
-    """Return the addresses, those of the same version of IP as an engine's host first.
+    """Return the addresses, those of the same IP version as an engine's host first.
 
-    For loopback and for names that is version 4: two engines of one host, or of one name, meet in one version.
+    For loopback and for names the version is 4, so that two engines of one host, or of one name, use the same version.
     """
     first = 4 if _is_loopback(host) else _version(host)
     return dict(sorted(hosts.items(), key=lambda item: _version(item[0]) != first))
 
 
 def nearest(host: str, hosts: list[str]) -> str:
-    """Return the rail for a host that need not be one that the provider lists, as 127.0.0.2 or a name; "" for none.
+    """Return the rail for a host that the provider need not list, such as 127.0.0.2 or a name; "" if there is none.
 
-    A loopback address gets a loopback rail where there is one: no NIC that others reach. Raises UsageError where the
-    host is an address for others, and no rail leads anywhere: who connected would write to itself.
+    A loopback address gets a loopback rail if there is one, never a NIC that others reach. Raises UsageError if other
+    machines can reach the host's address but every rail is loopback: a peer that connected would write to itself.
     """
     if host in hosts and host != "::1":
         return host
     inside = [other for other in hosts if _is_loopback(other)]
     outside = [other for other in hosts if other not in inside]
     if _is_outside(host):
-        # The network may translate addresses, but it does not route those of a link.
+        # The network may translate addresses, but it does not route link-local ones.
         outside = [other for other in outside if _version(other) == _version(host)] or [
             other for other in outside if "%" not in other
         ]
@@ -96,7 +96,7 @@ def nearest(host: str, hosts: list[str]) -> str:
 
 
 def _version(host: str) -> int:
-    """Return the version of IP of an address; of a name 4."""
+    """Return the IP version of an address; 4 for a name."""
     return 6 if ":" in host else 4
 
 
@@ -108,7 +108,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_outside(host: str) -> bool:
-    """Tell whether it is an address that others can reach; of a name nothing is known."""
+    """Tell whether this is an address that other machines can reach; False for a name, because it is not resolved."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["UNTRIED", "LibfabricRail", "choose", "efa_state", "fabric_error", "fast_provider", "offered", "source_host"]
 
 SPINNING_TCP = (1, 18)
-"""tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
+"""In 1.18.0 the wait descriptor of tcp is always readable; 1.18.1 fixed it."""
 
 UNTRIED = ("efa", "cxi")
-"""Providers that nobody has run aiote on: they are taken by name alone."""
+"""Providers that aiote has never run on: an engine uses them only if they are named."""
 ORDER = (*UNTRIED, "verbs;ofi_rxm", "tcp", "shm")
 
 
 class LibfabricRail:
-    """A domain of libfabric."""
+    """An opened domain of libfabric."""
 
     def __init__(self, index: int, provider: str, node: str, domain: str, library: FoundLibrary) -> None:
-        """Open it. Raises FabricError that names provider and rail."""
+        """Open the domain. Raises FabricError that names provider and rail."""
         name = domain or node or provider
         try:
             self.device = Device(provider, node, domain)
@@ -61,17 +61,17 @@ class LibfabricRail:
     def wire(self) -> str:
         attributes = self._attributes
         protocol = f"{self.provider}/{attributes['protocol']}.{attributes['protocol_version']}"
-        # The layout of shared memory is a library's own: 1.17's never returns from a first write to 2.5's.
+        # Each version of the library has its own layout of shared memory: 1.17 never returns from a first write to 2.5.
         if self.provider == "efa":
             protocol = f"{protocol}/{attributes['fabric']}"
         return f"{protocol}/{'.'.join(map(str, self._library.version))}" if self.traits.host_only else protocol
 
     @functools.cached_property
     def nic(self) -> Nic | None:
-        """The NIC as sysfs has it, read once when it is first asked for; None where it has none of that name."""
+        """The NIC as sysfs describes it, read once when it is first needed; None if sysfs has no NIC of that name."""
         if self.traits.host_only:
             return None
-        # `import aiote` is to stay quick.
+        # A local import keeps `import aiote` fast.
         from .sysfs import read_nic
 
         return read_nic(self.name)
@@ -126,7 +126,7 @@ class LibfabricRail:
 
 
 def fabric_error(error: Exception, operation: str, rail: str, advice: str = "") -> FabricError:
-    """Make a FabricError of an error of the native floor; `advice` follows the reason."""
+    """Convert an error of the native layer to a FabricError; `advice` follows the reason."""
     if isinstance(error, StatusError):
         text = f"{error.operation}: {error.strerror}{advice}"
         return FabricError(error.errno or 0, text, operation=operation, rail=rail)
@@ -136,7 +136,7 @@ def fabric_error(error: Exception, operation: str, rail: str, advice: str = "") 
 
 
 def _require(look: Callable[..., None], *arguments: str, rail: str) -> None:
-    """Raise FabricError where something is missing that an endpoint takes."""
+    """Raise FabricError if a resource that an endpoint needs is missing."""
     try:
         look(*arguments)
     except OSError as error:
@@ -157,7 +157,7 @@ def choose(
     """Return (provider, node, domain) of the rails to open.
 
     `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. Raises
-    UsageError for names or a provider that are not there.
+    UsageError for names or a provider that are not there, and FabricError for a provider that aiote cannot use here.
     """
     offers = _offers(provider)
     if not offers and provider == "efa":
@@ -166,7 +166,7 @@ def choose(
         raise FabricError(95, CXI_LACKS, operation="open rail")
     if not offers:
         if provider == "shm":
-            # 1.17 does not offer it where it finds no room.
+            # 1.17 does not offer shm if /dev/shm has no room for it.
             _require(require_shared_memory, mark(), rail=provider)
         raise UsageError(
             f"provider={provider!r}: libfabric {library.version[0]}.{library.version[1]} at {library.path} offers none "
@@ -191,7 +191,7 @@ CXI_LACKS = (
 
 
 def efa_lacks(library: FoundLibrary) -> str:
-    """Say why no NIC of EFA's can be used, and what to install. The library is open."""
+    """Return why no EFA NIC can be used, and what to install. The library is open."""
     number = f"{library.version[0]}.{library.version[1]}"
     wanted = (
         "aiote needs its fabric efa-direct with one-sided operations and FI_RX_CQ_DATA, which libfabric has from 2.4 "
@@ -204,9 +204,9 @@ def efa_lacks(library: FoundLibrary) -> str:
 
 
 def efa_state(library: str, *, here: bool) -> tuple[tuple[str, ...], str]:
-    """Return the names of EFA's NICs that can be used, and why none or no more can; twice nothing where there are none.
+    """Return the names of the usable EFA NICs, and an error if there are none. Without EFA NICs both are empty.
 
-    `here`: the kernel has such a NIC. The library is opened, and on each NIC an endpoint for a moment.
+    `here`: the kernel has such a NIC. This opens the library, and for a moment an endpoint on each NIC.
     """
     try:
         found = load(library)
@@ -225,14 +225,14 @@ def efa_state(library: str, *, here: bool) -> tuple[tuple[str, ...], str]:
 
 
 def fast_provider() -> str:
-    """Return the provider of RDMA NICs here that was tried, or an empty string. The library is open."""
+    """Return a provider of RDMA NICs that is offered here and that aiote was run on, or "". The library is open."""
     return "verbs;ofi_rxm" if _offers("verbs;ofi_rxm") else ""
 
 
 def offered() -> dict[str, tuple[str, ...]]:
     """Return the names of the NICs that each provider offers as rails, the best provider first.
 
-    The library is open. A provider that is not there, or cannot tell, has none.
+    The library is open. A provider that is missing, or whose query fails, gets an empty tuple.
     """
     found = {}
     for provider in ORDER:
@@ -244,11 +244,11 @@ def offered() -> dict[str, tuple[str, ...]]:
 
 
 def _offers(provider: str) -> list[dict[str, Any]]:
-    """List what the provider has, a NIC's name once for each of its addresses."""
+    """List the provider's offers: an entry for each address of each NIC."""
     seen: dict[tuple[str, str], dict[str, Any]] = {}
     for offer in discover(provider):
         if provider == "efa" and not (offer["fabric"] == "efa-direct" and offer["receives_for_immediates"]):
-            # Without a receive for each immediate, those that overflow a completion queue are lost.
+            # Without a receive for each immediate, immediates that overflow a completion queue are lost.
             continue
         if offer["provider"].partition(";")[0] == provider.partition(";")[0]:
             seen.setdefault((offer["domain"], source_host(offer)), offer)

@@ -1,7 +1,7 @@
 """Finding and opening libfabric.
 
 The order: the path that the user gave (`AIOTE_LIBFABRIC`), EFA's own installation, then the newer of the system's and
-a wheel's. The first two are taken as they are; a choice between the last two is made by asking both for their
+a wheel's. The first two are used without a comparison. To choose between the last two, this module asks both for their
 version.
 """
 
@@ -19,7 +19,7 @@ from ..errors import FabricError, UsageError
 __all__ = ["OLDEST", "FoundLibrary", "find", "library_summary", "load"]
 
 OLDEST = (1, 17)
-"""The oldest version that this package was built for and is tested with (Debian 12's)."""
+"""The oldest version that this package is built for and tested with (Debian 12's)."""
 
 EFA_PATHS = ("/opt/amazon/efa/lib64/libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1")
 SONAME = "libfabric.so.1"
@@ -28,16 +28,16 @@ INSTALL = (
     "or set AIOTE_LIBFABRIC to the path of a libfabric.so.1"
 )
 
-# Read once, when the library is opened or initialises; a user's own setting always wins.
+# libfabric reads these once, when it is opened or initialises; a user's own setting takes precedence.
 # rxm: without a shared receive context an endpoint takes 70 MiB less, and we have one endpoint a peer.
 # infinipath, which Debian's libfabric links: by default it takes over SIGINT, SIGTERM and SIGSEGV as soon as it is
 # opened and ends the process with exit(1) from the handler, so that neither Ctrl-C nor a core dump works.
-# EFA: without it a fork in a process with an open domain aborts the process on kernels before 5.13.
+# EFA: without this setting a fork in a process with an open domain aborts the process on kernels before 5.13.
 DEFAULTS = {"FI_OFI_RXM_USE_SRX": "0", "IPATH_NO_BACKTRACE": "1", "FI_EFA_FORK_SAFE": "1"}
 
 
 class FoundLibrary(NamedTuple):
-    """A libfabric that could be opened: its file, its version and where it was looked for."""
+    """A libfabric that could be opened: its file, its version and where it was found."""
 
     path: str
     version: tuple[int, int]
@@ -64,7 +64,7 @@ def find(explicit: str = "") -> FoundLibrary:
 
 
 def load(explicit: str = "") -> FoundLibrary:
-    """Open libfabric for the life of the process; a second call returns what is open.
+    """Open libfabric for the life of the process; a second call returns the one that is open.
 
     Raises FabricError when there is none or it is too old, UsageError when another one is open already.
     """

@@ -1,4 +1,4 @@
-"""The rail between processes of one host that is our own: rings in shared memory, and no library."""
+"""The `local` rail: aiote's own rail between processes of one host, by rings in shared memory, without a library."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["LOCAL", "LocalRail", "choose_local", "may_make_rings"]
 
 LOCAL = "local"
-"""The name of the provider, and of its one NIC."""
+"""The name of the provider, and of its only NIC."""
 
 VERSION = 5
-"""Of the ring's layout and its frames; only those of one version can be joined.
+"""The version of the ring's layout and frames. Two rails can be connected only if their versions are equal.
 
-Since 2 the ring is a memfd, since 3 each side chooses how long its own is, since 4 frames refer to memory, since 5 such
-memory may be of several segments.
+Since 2 the ring is a memfd. Since 3 each side chooses the length of its own ring. Since 4 frames refer to memory. Since
+5 such memory may consist of several segments.
 """
 
 
 class LocalRail:
-    """Shared memory, as a NIC."""
+    """Shared memory between processes of one host, presented as a NIC."""
 
     def __init__(self, index: int, ring_bytes: int, shares: bool = True) -> None:
         self.index = index
@@ -73,6 +73,6 @@ def choose_local(names: tuple[str, ...] | None) -> int:
 
 
 def may_make_rings() -> bool:
-    """Tell whether no limit of this process's stands in the way: shared memory is a file to the kernel."""
+    """Tell whether this process may create rings: the limit on file sizes, which covers memfds, must not be set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return limit == resource.RLIM_INFINITY

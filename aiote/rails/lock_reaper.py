@@ -1,16 +1,17 @@
-"""Freeing what a killed or stopped process held: for `shm` of libfabric before 2.0.
+"""Release the locks that a killed or stopped process held, for `shm` of libfabric before 2.0.
 
 Both sides of a pair take a spin lock that lies in shared memory. A process that is killed with -9 while it holds one
-never gives it back, and one that is stopped (SIGSTOP, a frozen container) not before it goes on: the other side would
-spin within the library meanwhile, event loop and all. Of 1000 stops under load 28 met it.
+never releases it. A process that is stopped (SIGSTOP, a frozen container) does not release it before it continues. The
+other side would spin inside the library meanwhile, and its event loop with it. This happened in 28 of 1000 stops under
+load.
 
-So a thread waits for the death of each peer's process (a pidfd), and then unlocks the two locks that this pair of
-endpoints has. From then on nobody but this process takes them; and where this process itself holds one just then,
-unlocking it twice does no harm. Before it unlocks, the thread takes back a write that the peer has only half
-posted (`SpinLock.drop_half`).
+So a thread waits for the death of each peer's process (a pidfd), and then releases the two locks of this pair of
+endpoints. From then on only this process takes them. If this process itself holds one at that moment, releasing it
+twice does no harm. Before the thread releases the locks, it takes back a write that the peer posted only in half
+(`SpinLock.drop_half`).
 
-Nothing tells of a stop. So the thread looks at the locks now and then: one that was held at every look, while the
-peer's process used no processor and the engine did no round, is unlocked after `limit`, and the peer is given up.
+The kernel does not report a stop. So the thread polls the locks. It releases a lock after `limit`, and fails the peer,
+if every look found the lock held, the peer's process used no processor time and the engine did no round.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = ["LockReaper"]
 
 SCHEME = "fi_shm://"
 LOOKS = 8
-"""How often a lock must be found held within the limit. A process that works takes them often, and holds none long."""
+"""How many looks within the limit must find a lock held. A running process takes locks often and holds them briefly."""
 SETTLED_S = 0.01
-"""How long our lock must stay held, with no command read, before the dead peer counts as its holder."""
+"""How many seconds our lock must stay held, with no command read, before the dead peer counts as its holder."""
 
 
 @dataclass(eq=False)
@@ -46,12 +47,12 @@ class WatchedPeer:
     pidfd: int
     locks: tuple[SpinLock, SpinLock]
     seen: tuple[bool, bool, int | None, int] = (False, False, None, 0)
-    """What the last look found: which locks were held, what processor time the peer had used, the engine's rounds."""
+    """What the last look found: which locks were held, the processor time of the peer, the engine's rounds."""
     since: float = 0.0
     looks: int = 0
 
     def stands(self, now: float, rounds: int, limit: float) -> bool:
-        """Look at it; tell whether it has held a lock for `limit` seconds, in which nothing has moved."""
+        """Look at the locks; tell whether one was held for `limit` seconds without progress of peer or engine."""
         held = self.locks[0].held, self.locks[1].held
         seen = (*held, processor_ticks(self.process) if any(held) else None, rounds)
         if not any(held) or seen != self.seen:
@@ -61,10 +62,10 @@ class WatchedPeer:
         return self.looks >= LOOKS and now - self.since >= limit
 
     def release(self) -> None:
-        """Take back a write that the peer has half posted to this process, and unlock both locks."""
+        """Take back a write that the peer posted to this process only in half, and release both locks."""
         own = self.locks[0]
         read, end = own.commands_read, time.monotonic() + SETTLED_S
-        # If this process holds the lock, it soon goes on, and the peer has left no half of a write.
+        # If this process holds the lock, it soon releases it, and the peer has left no half of a write.
         while own.held and own.commands_read == read:
             if time.monotonic() > end:
                 own.drop_half()
@@ -78,9 +79,10 @@ class WatchedPeer:
 
 
 class LockReaper:
-    """The peers over shm of one engine, and the thread that waits for their ends; it begins with the first.
+    """The shm peers of one engine, and the thread that watches their processes. The first peer starts the thread.
 
-    `rounds` says how many rounds the engine has done, `limit` after how many seconds a peer that stands is given up.
+    `rounds` returns how many rounds the engine has done; a peer that holds a lock without progress is failed after
+    `limit` seconds.
     """
 
     def __init__(self, rounds: Callable[[], int], limit: float) -> None:
@@ -92,7 +94,7 @@ class LockReaper:
         self._thread: threading.Thread | None = None
 
     def add(self, link: PeerLink, own: bytes, peer: bytes) -> None:
-        """Watch over a link between two endpoints, by their addresses; nothing for one within this process."""
+        """Watch a link between two endpoints, given by their addresses. Ignore a link within this process."""
         names = [address.decode().rstrip("\0").removeprefix(SCHEME) for address in (own, peer)]
         processes = [owner(name) for name in names]
         if None in processes or processes[0] == processes[1]:
@@ -104,7 +106,8 @@ class LockReaper:
             ]
             pidfd = os.pidfd_open(process)
         except (OSError, ValueError):
-            # Another layout, another namespace, an old kernel, or dead already: the control connection tells of that.
+            # Another layout, another namespace, an old kernel, or a dead peer: the control connection reports that
+            # death.
             return
         with self._lock:
             for watched in [watched for watched in self._watched if watched.link.closed]:
@@ -117,7 +120,8 @@ class LockReaper:
                 try:
                     self._thread.start()
                 except RuntimeError:
-                    # The system has no thread left: the next peer tries again, and watches this one, too.
+                    # The system has no thread left. The next peer tries again, and its thread then watches this peer,
+                    # too.
                     self._thread = None
                     os.close(self._wake)
                     return
@@ -171,9 +175,9 @@ class LockReaper:
         for watched in standing:
             watched.release()
         for watched in standing:
-            # In a thread each: the engine's lock is perhaps held by a call that spins for another of these peers.
+            # A thread for each, because a call that spins for another of these peers may hold the engine's lock.
             try:
                 threading.Thread(target=watched.link.fail, args=(errno.ETIMEDOUT,), daemon=True).start()
             except RuntimeError:
-                # The system has no thread left. The locks are free, and the peer's silence ends the link.
+                # The system has no thread left. The locks are free, and the heartbeat timeout ends the link.
                 continue

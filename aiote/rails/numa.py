@@ -1,4 +1,4 @@
-"""Which NUMA node host memory is on, as the kernel says."""
+"""The NUMA node that host memory is on, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 __all__ = ["memory_node"]
 
-# move_pages(2) and get_mempolicy(2). The C library has no functions for them; their numbers are the machine's.
+# move_pages(2) and get_mempolicy(2). The C library has no functions for them; their numbers depend on the machine.
 NUMBERS = {"x86_64": (279, 239), "aarch64": (239, 236)}
 NODE_OF_ADDRESS = 0x1 | 0x2  # MPOL_F_NODE | MPOL_F_ADDR
 SAMPLES = 16
@@ -18,10 +18,10 @@ TOP = 1 << 64
 
 
 def memory_node(address: int, length: int = 1) -> int:
-    """Return the NUMA node that most of some pages of `length` bytes at `address` are on; -1 where it cannot be told.
+    """Return the NUMA node that most of a sample of the pages of `length` bytes at `address` are on, or -1 if unknown.
 
-    It cannot for pages that nobody has touched, nor where the kernel or a sandbox refuses. At most 16 pages are asked
-    for, spread over the length. Nothing is read or touched, so any numbers may be given.
+    It is unknown for pages that were never touched, and if the kernel or a sandbox refuses the call. At most 16 pages
+    are queried, spread over the length. This neither reads nor touches the memory, so any numbers may be given.
     """
     numbers = NUMBERS.get(platform.machine())
     if numbers is None or length < 1 or address <= 0 or address + length > TOP:
@@ -36,8 +36,8 @@ def _nodes(addresses: list[int], move_pages: int, get_mempolicy: int) -> list[in
     count = len(addresses)
     pages = (ctypes.c_void_p * count)(*addresses)
     status = (ctypes.c_int * count)(*[-1] * count)
-    # Without nodes to move to it only tells. It is asked first, for get_mempolicy touches the page: of an untouched one
-    # it then says where the page of zeros is, which all processes share.
+    # Without target nodes move_pages only reports. It comes first, because get_mempolicy touches the page: for an
+    # untouched page it then reports the node of the zero page, which all processes share.
     if _call(move_pages, 0, count, pages, None, status, 0) == 0:
         return list(status)
     node = ctypes.c_int(-1)
@@ -47,9 +47,9 @@ def _nodes(addresses: list[int], move_pages: int, get_mempolicy: int) -> list[in
 
 
 def _call(number: int, *arguments: object) -> int:
-    """Make a system call; anything but 0 is a failure."""
+    """Make a system call and return its result, which is not 0 on failure."""
     try:
-        # As a long each, because syscall(2) takes them so.
+        # Integers are passed as long, because syscall(2) takes them so.
         return int(_syscall()(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *arguments))))
     except (OSError, AttributeError):
         return -1

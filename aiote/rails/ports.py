@@ -1,8 +1,8 @@
-"""The ports of RDMA devices as sysfs has them, with their GIDs: which one a rail speaks from.
+"""The ports of RDMA devices with their GIDs, read from sysfs, and the choice of the port and GID that a rail uses.
 
-A port over Ethernet has a GID for each address of its net device, in up to two ways of sending: RoCE v1, which no
-router forwards, and RoCE v2, which is UDP. Over InfiniBand the first is the port's own. The files are described in the
-kernel's Documentation/ABI/stable/sysfs-class-infiniband.
+A port over Ethernet has a GID for each address of its net device and each supported version: RoCE v1, which no router
+forwards, and RoCE v2, which is UDP. Over InfiniBand the first GID is the port's own. The kernel's
+Documentation/ABI/stable/sysfs-class-infiniband describes the files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_PORTS = 16
 NONE = bytes(16)
 UNUSED = ":".join(["0000"] * 8)
 OTHERS = ("efa", "hfi1", "mana", "usnic_verbs")
-"""Drivers whose devices have no reliable connected queue pairs, or none to speak of."""
+"""Drivers whose devices have no reliable connected queue pairs, or hardly usable ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,22 @@ class Gid:
 
     @property
     def ip(self) -> str:
-        """The IP address that it stands for."""
+        """The IP address that the GID stands for."""
         address = ipaddress.IPv6Address(self.raw)
         return str(address.ipv4_mapped or address)
 
     @property
     def rank(self) -> int:
-        """How much it is preferred: routed before unrouted, IPv4 before IPv6 before what one link alone knows."""
+        """The GID's rank among a port's, higher is better: RoCE v2 first, then IPv4, then IPv6, link-local addresses
+        last.
+        """
         address = ipaddress.IPv6Address(self.raw)
         return 4 * self.version + (2 if address.ipv4_mapped else 0 if address.is_link_local else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port of a device; `software` tells devices that are none (rxe, siw)."""
+    """A port of a device; `software` marks a device without hardware (rxe, siw)."""
 
     device: str
     number: int
@@ -59,17 +61,17 @@ class Port:
 
     @property
     def name(self) -> str:
-        """The device's name, with the number of any port but the first."""
+        """The device's name; for every port but the first, followed by the port's number."""
         return self.device if self.number == 1 else f"{self.device}:{self.number}"
 
     @property
     def nets(self) -> tuple[str, ...]:
-        """Its net devices."""
+        """The port's net devices."""
         return tuple(dict.fromkeys(gid.net for gid in self.gids if gid.net))
 
 
 def read_ports(root: str = "/sys") -> tuple[Port, ...]:
-    """Return the ports of all RDMA devices. Never raises for what is in the tree."""
+    """Return the ports of all RDMA devices. Never raises because of the contents of the tree."""
     tree = Tree(root)
     return tuple(
         _port(tree, device, int(number))
@@ -96,15 +98,15 @@ def _port(tree: Tree, device: str, number: int) -> Port:
 
 
 def _gid(tree: Tree, port: str, index: int, *, ethernet: bool) -> Gid | None:
-    """Return one entry of a port's table, or None where it is empty."""
+    """Return one entry of a port's GID table, or None if it is empty."""
     text = tree.text(f"{port}/gids/{index}")
-    if text == UNUSED:  # most of a table is, and parsing it took most of the time of opening an engine
+    if text == UNUSED:  # most entries are unused; parsing them took most of the time of opening an engine
         return None
     try:
         raw = ipaddress.IPv6Address(text).packed
     except ValueError:
         return None
-    # An unused entry is of zeros, and so is the second half of an InfiniBand port's that has no number yet.
+    # An unused entry is all zeros. So is the second half of an InfiniBand port's GID before the port has a number.
     if raw[8:] == NONE[8:]:
         return None
     kind = tree.text(f"{port}/gid_attrs/types/{index}")
@@ -113,18 +115,18 @@ def _gid(tree: Tree, port: str, index: int, *, ethernet: bool) -> Gid | None:
 
 
 def hardware(ports: tuple[Port, ...]) -> tuple[Port, ...]:
-    """Return the ports that are worth to be taken unasked: up, with an address, of devices that have queue pairs."""
+    """Return the ports that `auto` may choose: up, with a GID, of hardware devices that have queue pairs."""
     return tuple(port for port in ports if port.up and port.gids and not port.software and port.driver not in OTHERS)
 
 
 def choose_gid(port: Port, wanted: int | None = None) -> Gid:
-    """Return the GID of a port that is wanted, or else the best. Raises UsageError where there is none."""
+    """Return the GID with the index `wanted`, or else the best one. Raises UsageError if the port has no such GID."""
     if wanted is not None:
         for gid in port.gids:
             if gid.index == wanted:
                 return gid
     elif port.gids:
-        # Of InfiniBand's the first is the one that a subnet manager gave.
+        # On InfiniBand, the subnet manager assigned the first GID.
         return max(port.gids, key=lambda gid: (gid.rank, -gid.index)) if port.ethernet else port.gids[0]
     known = ", ".join(f"{gid.index} ({gid.ip}, {_way(gid)})" for gid in port.gids) or "none"
     asked = f"gid_index={wanted}: " if wanted is not None else ""
@@ -137,8 +139,8 @@ def _way(gid: Gid) -> str:
 
 
 def choose_ports(names: tuple[str, ...] | None, host: str, ports: tuple[Port, ...]) -> list[Port]:
-    """Return the ports that are named: by device and port, net device or IP address. Without names, the one that has
-    the host's address, or the first that is up. Raises UsageError.
+    """Return the named ports. A name is a device and port, a net device or an IP address. Without names, return the
+    port that has the host's address, or the first that is up. Raises UsageError.
     """
     if not ports:
         raise UsageError(

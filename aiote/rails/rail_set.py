@@ -32,13 +32,15 @@ from .stale_files import remove_stale_files
 
 __all__ = ["PendingChannel", "RailSet"]
 
-MAY_READ, MAY_WRITE, MAY_ALL = 1, 2, 3  # what a registration opens to peers
+MAY_READ, MAY_WRITE, MAY_ALL = 1, 2, 3  # the access that a registration grants to peers
 SCRATCH_BYTES = 64
-"""Target of immediates alone, and source of operations without local memory: nobody reads it."""
+"""Bytes of the scratch memory: the target of immediates without data, and the source of operations without local
+memory. Its contents are never read.
+"""
 
 
 class PendingChannel:
-    """An endpoint that was opened for one peer and waits for the other side's address."""
+    """Hold an endpoint that was opened for one peer, until the other side's address arrives."""
 
     def __init__(
         self, rail: Rail, remote_rail: int, slot: int, generation: int, reserved: NativeEndpoint | None = None
@@ -53,15 +55,17 @@ class PendingChannel:
 
     @property
     def address(self) -> bytes:
-        """The endpoint's own address, for the peer."""
+        """The endpoint's own address, which the peer needs to connect to it."""
         return self.endpoint.address
 
     def shared(self, own: WakeupEvent) -> list[int]:
-        """Return the descriptors of what the peer is to map: the wake-up page, and where there is one the ring."""
+        """Return the descriptors of the memory that the peer has to map: the wake-up page, and the ring if there is
+        one.
+        """
         return [fd for fd in (own.memory_fd, self.endpoint.memory_fd) if fd >= 0]
 
     def take(self, descriptors: Sequence[int], wakeup: bytes, error: OSError | None = None) -> None:
-        """Map what the peer has shared, and close the descriptors; `refused` says why where something is wrong."""
+        """Map the memory that the peer has shared, and close the descriptors; on failure `refused` says why."""
         left = list(descriptors)
         expected = 1 if self.endpoint.memory_fd < 0 else 2
         try:
@@ -79,36 +83,35 @@ class PendingChannel:
                 os.close(fd)
 
     def close(self) -> None:
-        """Close what no link has taken over. Idempotent."""
+        """Close everything that no link has taken over. Idempotent."""
         self.endpoint.close()
         if self.wakeup is not None:
             self.wakeup.close()
 
 
 POOL_BYTES = 128 << 20
-"""Bytes of message pools that a peer's offer may ask for here, unless the engine's own config asks for more."""
+"""The bytes of message pools that a peer's offer may request here, unless the engine's own config requests more."""
 
 
 def pools_fit(slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> bool:
-    """Whether the pools for one peer are within the limit; `slots` and `message_bytes` are our own numbers."""
+    """Tell whether the pools for one peer are within the limit; `slots` and `message_bytes` are our own numbers."""
     limit = max(POOL_BYTES, pool_bytes(slots, message_bytes, slots, message_bytes))
     return pool_bytes(slots, message_bytes, peer_slots, peer_bytes) <= limit
 
 
 def _is_raw(error: BaseException) -> TypeGuard[OSError]:
-    """Whether this is the system's or the native floor's own error, which nobody has said anything about yet."""
+    """Tell whether this is an error of the system or the native layer, which is not yet a FabricError with context."""
     return isinstance(error, OSError) and not isinstance(error, FabricError)
 
 
 class RailSet:
-    """Opened rails and the core.
+    """Own the opened rails and the native core that drives them.
 
-    `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
-    below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
-    many of a peer's are held, `ring_bytes` how long rings of `local` are, `gpu_sharing` whether it shares GPU memory,
-    `spare` whether a socket comes with rails that are scarce,
-    `silence` after how many seconds a peer that stands in `shm` of libfabric 1 is given up, `cuda` the path of the
-    driver of CUDA devices.
+    `host` chooses the rail of an IP provider when `rails` does not name any. `largest` bounds a single message below
+    the provider's own bound (0: no bound). `verbs` are settings of verbs devices; `messages` is the number of a peer's
+    messages that are buffered. `ring_bytes` is the length of `local` rings; `gpu_sharing` tells whether `local` shares
+    GPU memory. With `spare`, a socket rail is added to scarce rails. A peer that makes no progress in `shm` of
+    libfabric 1 is failed after `silence` seconds. `cuda` is the path of the driver of CUDA devices.
     """
 
     _reach: weakref.WeakKeyDictionary[LocalMemory, dict[str, Reach]]
@@ -131,7 +134,7 @@ class RailSet:
         cuda: str = "",
         **core: Any,
     ) -> None:
-        """Open everything, or nothing. Raises FabricError and UsageError."""
+        """Open all rails and the core, or nothing. Raises FabricError and UsageError."""
         self.largest, self._cuda = largest, cuda
         self.rails: list[Rail] = []
         self.core: Core | None = None
@@ -157,7 +160,7 @@ class RailSet:
             raise
 
     def tidy(self) -> bool:
-        """Remove what killed processes left in shared memory; False where no rail of ours uses any."""
+        """Remove the files of killed processes from shared memory; return False if no rail here uses shared memory."""
         if all(rail.traits.waits for rail in self.rails):
             return False
         remove_stale_files()
@@ -165,27 +168,29 @@ class RailSet:
 
     @property
     def scratch(self) -> LocalMemory:
-        """The memory that immediates alone are written to."""
+        """The memory that immediates without data are written to."""
         assert self._scratch is not None
         return self._scratch
 
     @property
     def info(self) -> tuple[RailInfo, ...]:
-        """Describe the rails."""
+        """The descriptions of the rails."""
         return tuple(rail.info for rail in self.rails)
 
     def register(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
-        """Register memory with every rail; `access` is what peers may do. The buffer is released on failure. Raises
+        """Register memory with every rail; `access` is what peers may do. On failure the buffer is released. Raises
         FabricError and UsageError.
         """
         return self.keep(self.pin(buffer, access))
 
     def pins(self, buffer: Buffer) -> bool:
-        """Whether registering memory takes the kernel as long as it takes to pin its pages: of the host, for a NIC."""
+        """Tell whether registering the buffer pins pages, which takes the kernel time: host memory, and a NIC among the
+        rails.
+        """
         return buffer.device in HOST and any(rail.device.pins for rail in self.rails)
 
     def pin(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
-        """Do what takes long about `register`, in any thread; `keep` has to follow in the engine's own."""
+        """Do the slow part of `register`, in any thread. The caller then calls `keep` in the engine's own thread."""
         try:
             memory = self._registered(buffer, access)
         except BaseException as error:
@@ -200,7 +205,7 @@ class RailSet:
         return memory
 
     def keep(self, memory: LocalMemory) -> LocalMemory:
-        """Take note of what was registered, and return it."""
+        """Record that memory was registered, and return it."""
         self._memories.add(memory)
         return memory
 
@@ -216,7 +221,7 @@ class RailSet:
         return self._ordered(memory)
 
     def _ordered(self, memory: LocalMemory) -> LocalMemory:
-        """Have memory of a CUDA device know where the events of its streams are, and return it."""
+        """Give CUDA memory the event pool of its device, and return the memory."""
         if memory.buffer.device != "cuda":
             return memory
         try:
@@ -231,36 +236,38 @@ class RailSet:
         return memory
 
     def reach(self, memory: LocalMemory) -> dict[str, Reach]:
-        """Say how each rail reaches registered memory, by the rails' names."""
+        """Return how each rail reaches registered memory, by the rails' names."""
         return self._reach.get(memory) or {rail.name: HOST_REACH for rail in self.rails}
 
     def nudge(self) -> None:
-        """Say to peers what rails have to say while nothing is under way."""
+        """Deliver the rails' own pending messages, and wake the peers, which sleep while no transfer is in flight."""
         if self.core is not None:
             nudge(self.core)
 
     def _rank(self, memory: LocalMemory) -> None:
-        """Have the rails that are near the memory preferred, as far as it is known where it is and where they are."""
+        """Rank the rails by their distance to the memory, as far as the places of both are known."""
         places = [rail.place for rail in self.rails]
         if len({place.numa_node for place in places}) > 1:
-            # Only where the rails lie apart: to ask the kernel where the memory lies takes a system call.
+            # Only if the rails are on different nodes, because asking for the memory's node takes a system call.
             from .numa import memory_node
             from .topology import Place, preference
 
             memory.rank(preference(Place(memory_node(memory.address, memory.length)), places))
 
     def keys_of(self, rail: int) -> set[int]:
-        """Return the keys of all memory that is registered now, on one rail."""
+        """Return one rail's keys of all memory that is registered now."""
         return {memory.keys[rail][0] for memory in self._memories if memory.registrations}
 
     @property
     def spares(self) -> set[str]:
-        """What is spoken on the wire of rails that are for peers which find no room on the others."""
+        """The wire protocols of spare rails, which serve peers that find no endpoint left on the scarce rails."""
         scarce = any(rail.traits.scarce for rail in self.rails)
         return {rail.wire for rail in self.rails if scarce and not rail.traits.scarce}
 
     def reserve(self, rail: int) -> NativeEndpoint | None:
-        """Open an endpoint of a scarce rail for one peer, or None where its NIC has none left. Raises FabricError."""
+        """Open an endpoint of a scarce rail; return None if its NIC has none left and there is a spare rail. Raises
+        FabricError.
+        """
         try:
             return self.rails[rail].open_endpoint()
         except FabricError as error:
@@ -269,7 +276,7 @@ class RailSet:
             return None
 
     def open_channel(self, rail: int, remote_rail: int, reserved: NativeEndpoint | None = None) -> PendingChannel:
-        """Open an endpoint for one peer, or take the one that was reserved. Raises FabricError."""
+        """Open an endpoint for one peer, or take the reserved one. Raises FabricError."""
         chosen = self.rails[rail]
         assert self.core is not None
         slot, generation = -1, 0
@@ -284,7 +291,7 @@ class RailSet:
             raise
 
     def free_slot(self, slot: int) -> None:
-        """Give back the wake-up slot of a channel that came to nothing."""
+        """Give back the wake-up slot of a channel that was never established."""
         if slot >= 0 and self.core is not None and self.core.wakeup_event is not None and not self.core.closed:
             self.core.wakeup_event.free_slot(slot)
 
@@ -300,8 +307,8 @@ class RailSet:
         who: bytes = b"",
     ) -> None:
         """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the slot in the
-        peer's wake-up page with its generation, `number` a shut channel whose place it takes, `who` the peer's name,
-        for memory bound to it. Raises FabricError.
+        peer's wake-up page with its generation, `number` the closed channel that this one replaces, `who` the peer's
+        name, which memory can be bound to. Raises FabricError.
         """
         try:
             if who:
@@ -331,7 +338,7 @@ class RailSet:
 
     def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
         """Give a link its message pools. Raises FabricError."""
-        # Mapped, not allocated: a pool for many messages takes no memory before they come, where the NIC pins none.
+        # Mapped, not allocated: if no NIC pins it, a pool for many messages takes no memory before they arrive.
         size = pool_bytes(slots, message_bytes, peer_slots, peer_bytes)
         try:
             pool = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -345,7 +352,7 @@ class RailSet:
             raise
 
     def close(self) -> None:
-        """Close core, memory and rails; links and regions are closed before. Idempotent."""
+        """Close core, memory and rails; the caller has closed links and regions before. Idempotent."""
         if self._lock_reaper is not None:
             self._lock_reaper.close()
         if self.core is not None:

@@ -1,4 +1,4 @@
-"""How a rail reaches a region's memory, and why so."""
+"""The ways in which a rail reaches a region's memory, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DRIVER = "libcuda.so.1"
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A rail's way to a region: "direct" (memory of the host), "dmabuf" or "peermem" (the NIC reads and writes the
-    GPU's memory), "shared" (GPUs copy between processes of this host), "staged" (each byte goes through pinned memory
-    of the host), or "none" (other rails carry it); and the reason, a sentence.
+    """Describe a rail's way to a region: "direct" (host memory), "dmabuf" or "peermem" (the NIC reads and writes the
+    GPU's memory), "shared" (GPUs copy between processes of this host), "staged" (each byte goes through pinned host
+    memory), or "none" (other rails carry it); `reason` is a sentence.
     """
 
     way: str
@@ -38,12 +38,12 @@ HOST_REACH = Reach("direct", "the memory is the host's")
 
 
 def stages(rail: Rail, device: str) -> bool:
-    """Whether a rail reaches memory of that kind of device through pinned memory of the host."""
+    """Tell whether a rail reaches memory of that kind of device through pinned host memory."""
     return device == "cuda" and rail.device.stages
 
 
 def reach_of(rail: Rail, device: str, registration: Registration) -> Reach:
-    """Say how a rail that stages reaches memory of a GPU."""
+    """Return how a rail that stages reaches memory of a GPU."""
     if registration.unshared == "":
         return Reach(
             "shared",
@@ -59,7 +59,7 @@ def reach_of(rail: Rail, device: str, registration: Registration) -> Reach:
 
 
 def sharing_error(code: int) -> str:
-    """Describe why a peer could not open memory: a code of the driver's, or -errno."""
+    """Describe why a peer could not open memory, from the driver's error code or a negative errno."""
     return error_of(code) if code > 0 else error_text(-code)
 
 
@@ -69,7 +69,7 @@ def open_driver(path: str) -> None:
 
 
 def device_name(memory: LocalMemory) -> str:
-    """Name the device that memory is on: "cpu", "cuda:0"; with the driver's number where the lender has given none."""
+    """Return the device that memory is on: "cpu", "cuda:0". The driver's number is used if the buffer gave none."""
     device, number = memory.buffer.device, memory.buffer.device_id
     if device == "cpu":
         return device

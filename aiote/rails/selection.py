@@ -1,4 +1,4 @@
-"""Which rails an engine has: those of the provider that it names, or the best that are here."""
+"""The choice of an engine's rails: those of the provider that it names, or the best that this machine has."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WITHOUT_LIBRARY = ("sim", "verbs", LOCAL, SOCKET)
 
 @dataclass(frozen=True, slots=True)
 class RailRequest:
-    """What an engine asks for: a provider or "auto", names of NICs or their addresses, its own address, a library.
+    """The request of an engine: a provider or "auto", names of NICs or their addresses, its own address, a library.
 
-    `verbs` are settings of that kind's devices; `threaded`: progress is made in a native thread;
-    `ring_bytes`: what a ring of `local` holds; `gpu_sharing`: whether it shares GPU memory; `spare`: a socket comes
-    with rails that are scarce, for peers that find none left.
+    `verbs` are settings of verbs devices; `threaded`: a native thread makes progress; `ring_bytes`: the size of a
+    `local` ring; `gpu_sharing`: whether `local` shares GPU memory; `spare`: a socket rail is added to scarce rails, for
+    peers that find no endpoint left.
     """
 
     provider: str
@@ -46,9 +46,9 @@ class RailRequest:
 
 
 def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | None, Any]:
-    """Add the rails to the list as they are opened; return the libfabric that is open, and the clock of virtual time.
+    """Append each rail to the list when it is opened; return the open libfabric, and the clock of virtual time.
 
-    Raises FabricError, UsageError; who calls closes what was opened.
+    Raises FabricError and UsageError; the caller then closes the rails in the list.
     """
     provider, found, clock = request.provider, None, None
     if provider == AUTO:
@@ -78,16 +78,16 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
         if request.spare and rails[0].traits.scarce:
             rails.append(SocketRail(len(rails), *choose_sockets(None, request.host)[0]))
     if request.provider == AUTO and may_make_rings():
-        # For peers on this host; the others are reached as if it were not there.
+        # For peers on this host. It does not affect peers on other hosts.
         rails.append(LocalRail(len(rails), request.ring_bytes, request.gpu_sharing))
     return found, clock
 
 
 def _best(request: RailRequest) -> tuple[str, FoundLibrary | None]:
-    """Return the best provider that is here, and the libfabric that was opened to find out.
+    """Return the best provider that is here, and the libfabric that was opened to determine it.
 
-    RDMA devices come first, then TCP over the kernel's sockets, which is faster than libfabric's. What was never run is
-    not chosen. Raises FabricError where a libfabric was named that is not one.
+    RDMA devices come first, then TCP over the kernel's sockets, which is faster than libfabric's. Providers that aiote
+    has never run on are not chosen. Raises FabricError if the named libfabric cannot be opened.
     """
     found, fast = None, ""
     try:
@@ -102,7 +102,7 @@ def _best(request: RailRequest) -> tuple[str, FoundLibrary | None]:
 
 
 def _hardware(names: tuple[str, ...] | None) -> tuple[Port, ...]:
-    """Return the ports of RDMA devices that are hardware, if they have every name that is asked for."""
+    """Return the ports of hardware RDMA devices if they have every requested name, else an empty tuple."""
     if not os.path.isdir("/sys/class/infiniband"):
         return ()
     from .ports import choose_ports, hardware, read_ports
@@ -115,8 +115,8 @@ def _hardware(names: tuple[str, ...] | None) -> tuple[Port, ...]:
 
 
 def _open_ports(request: RailRequest, rails: list[Rail]) -> None:
-    """Open some ports of RDMA devices: of all for who asks for them, else of those that are hardware."""
-    # Only who wants them needs libibverbs, and `import aiote` is to stay quick.
+    """Open ports of RDMA devices. With "auto" only hardware ports are candidates, otherwise all ports."""
+    # A local import, because only these rails need libibverbs, and because it keeps `import aiote` fast.
     from .ports import choose_gid, choose_ports, read_ports
     from .verbs import VerbsRail, load_verbs
 
@@ -130,7 +130,7 @@ def _open_ports(request: RailRequest, rails: list[Rail]) -> None:
 
 
 def _plug(request: RailRequest, rails: list[Rail]) -> Any:
-    """Open rails of the simulated network; return the clock that it is, where its time is virtual."""
+    """Open rails of the simulated network; return its clock if its time is virtual."""
     sim = network()
     rails += sim.plug(request.names)
     if sim.world.virtual and request.threaded:

@@ -1,8 +1,8 @@
-"""Resources of the system that libfabric needs for an endpoint, checked before it is called; and the limit of memory.
+"""Checks, before libfabric is called, of the system resources that an endpoint needs; and the limit on locked memory.
 
-Its providers crash where something is missing: `shm` of 2.5 in fi_enable without a descriptor, address space or a
-place in /dev/shm, `tcp` of 1.17 with six descriptors left or little address space. Whoever takes the last of it between
-the look and the call is not seen.
+libfabric's providers crash if a resource is missing: `shm` of 2.5 in fi_enable without a descriptor, address space or
+room in /dev/shm, `tcp` of 1.17 with six descriptors left or little address space. A check cannot prevent another thread
+or process from taking the last of a resource between the check and the call.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from .stale_files import SHARED_MEMORY
 __all__ = ["locked_limit", "require_descriptors", "require_memory", "require_shared_memory"]
 
 DESCRIPTORS = 16
-"""More than an endpoint takes: 7 of 1.17's tcp, 4 of 2.5's, 1 of shm's for a moment."""
+"""More descriptors than an endpoint takes: tcp of 1.17 takes 7, tcp of 2.5 takes 4, shm takes 1 for a moment."""
 SHARED_BYTES = 16 << 20
-"""The file of an endpoint of shm: 16 MiB with 1.17, 12.8 with 2.5. Pages of it that are missing later kill."""
+"""The size of an shm endpoint's file: 16 MiB with 1.17, 12.8 MiB with 2.5. If pages of it are missing later, the
+process is killed.
+"""
 
 MEMORY_BYTES = 32 << 20
-"""Address space: shm maps its file, and no more than a few MiB come to it."""
+"""Bytes of address space: shm maps its file, and a few MiB more at most."""
 
 
 def locked_limit() -> str:
-    """Return the end of an error: how much memory this process may lock. Empty without a limit."""
+    """Return the end of an error message: how much memory this process may lock. Empty if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return ""
@@ -58,7 +60,7 @@ def require_descriptors() -> None:
 
 
 def require_shared_memory(mark: str) -> None:
-    """Raise OSError unless an endpoint of `shm` can make its file in /dev/shm, and fill it. `mark` begins its name."""
+    """Raise OSError unless an `shm` endpoint can create its file in /dev/shm and fill it. `mark` begins its name."""
     path = os.path.join(SHARED_MEMORY, mark + secrets.token_hex(8))
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

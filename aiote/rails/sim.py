@@ -1,6 +1,6 @@
-"""The simulated kind of rail: NICs of one process, on a network that whoever tests has made (`aiote.testing`).
+"""The simulated kind of rail: NICs of one process, on a network that a test has made (`aiote.testing`).
 
-Which network an engine's rails are plugged into is a context variable, so that tests beside each other have their own.
+A context variable holds the network that an engine's rails are plugged into, so that concurrent tests have their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SimNetwork", "SimNic", "SimRail", "World", "current_network", "netwo
 
 @dataclass(frozen=True, slots=True)
 class SimNic:
-    """What a simulated NIC is like: its speed, and its numbers as `aiote_native.sim.nics` takes them."""
+    """Describe a simulated NIC: its name, its speed, and its numbers as `aiote_native.sim.nics` takes them."""
 
     name: str
     speed_mbps: int
@@ -37,7 +37,7 @@ class SimNic:
 
 
 class SimNetwork:
-    """A network and the NICs that each engine on it has. `is_virtual` is asked when the first engine is opened."""
+    """A network and the NICs that each engine on it has. `is_virtual` is called when an engine is opened."""
 
     def __init__(self, seed: int, nics: Sequence[SimNic], is_virtual: Callable[[], bool], remembered: int) -> None:
         self.seed = seed
@@ -51,12 +51,12 @@ class SimNetwork:
 
     @property
     def opened(self) -> bool:
-        """Whether an engine was ever opened on it."""
+        """Whether an engine was ever opened on the network."""
         return self._world is not None
 
     @property
     def world(self) -> World:
-        """The native network."""
+        """The native network, which is made when it is first needed."""
         if self._world is None:
             self._world = World(self.seed & (1 << 64) - 1, self._is_virtual(), self._remembered)
             if self.on_open is not None:
@@ -64,7 +64,7 @@ class SimNetwork:
         return self._world
 
     def plug(self, names: tuple[str, ...] | None) -> list[SimRail]:
-        """Open the NICs of one more engine: those named, the same one several times too, or all. Raises UsageError."""
+        """Open the NICs of one more engine: all, or the named ones. A name may be repeated. Raises UsageError."""
         if self.world.closed:
             raise UsageError("the simulated network is closed")
         if self.world.virtual != self._is_virtual():
@@ -78,7 +78,7 @@ class SimNetwork:
         return [SimRail(index, known[name], self.world, node) for index, name in enumerate(wanted)]
 
     def identity(self) -> bytes:
-        """Return the next engine's identity: of one seed always the same ones in turn."""
+        """Return the next engine's identity. A seed determines the sequence of identities."""
         self._identities += 1
         return hashlib.sha256(f"aiote sim {self.seed} {self._identities}".encode()).digest()[:16]
 
@@ -92,7 +92,7 @@ current_network: ContextVar[SimNetwork | None] = ContextVar("aiote simulated net
 
 
 def network() -> SimNetwork:
-    """Return the network of this context. Raises UsageError where there is none."""
+    """Return the network of this context. Raises UsageError if there is none."""
     found = current_network.get()
     if found is None:
         raise UsageError(
@@ -103,7 +103,7 @@ def network() -> SimNetwork:
 
 
 def sim_identity() -> bytes:
-    """Return an identity for the next engine of this context's network. Raises UsageError where there is none."""
+    """Return an identity for the next engine of this context's network. Raises UsageError if there is none."""
     return network().identity()
 
 
@@ -118,7 +118,7 @@ class SimRail:
         self.wire = "sim"
         self.node = node
         self._speed = nic.speed_mbps
-        # As NICs differ: every other one addresses memory from 0, not by where it lies.
+        # As real NICs differ, every other one addresses memory from 0 instead of by its virtual address.
         self._endpoint = NullEndpoint if nic.numbers.get("null") else Endpoint
         self.device = SimDevice(world, node, index, dict(nic.numbers), index % 2 == 1)
 

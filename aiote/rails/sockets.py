@@ -1,4 +1,4 @@
-"""The rail over TCP that is our own: the kernel's sockets, and no library."""
+"""The `socket` rail: aiote's own rail over TCP, by the kernel's sockets, without a library."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["SOCKET", "SocketRail", "choose_sockets"]
 SOCKET = "socket"
 """The name of the provider."""
 
-VERSION = 2  # since 2 who was connected to answers with a token
-"""Of its frames; only those of one version can be joined."""
+VERSION = 2  # since 2 the accepting side answers with a token
+"""The version of its frames. Two rails can be connected only if their versions are equal."""
 
 
 class SocketRail:
-    """A network interface with an IP address of either version."""
+    """A network interface with an IP address, of version 4 or 6."""
 
     def __init__(self, index: int, host: str, name: str) -> None:
         self.index = index
@@ -42,8 +42,8 @@ class SocketRail:
 
     @functools.cached_property
     def nic(self) -> Nic | None:
-        """The NIC as sysfs has it, read once when it is first asked for; None where it has none of that name."""
-        # `import aiote` is to stay quick.
+        """The NIC as sysfs describes it, read once when it is first needed; None if sysfs has no NIC of that name."""
+        # A local import keeps `import aiote` fast.
         from .sysfs import read_nic
 
         return read_nic(self.name)
@@ -80,7 +80,7 @@ class SocketRail:
 def choose_sockets(names: tuple[str, ...] | None, host: str) -> list[tuple[str, str]]:
     """Return (address, interface) of the rails to open: those named by either, or the one that leads to `host`.
 
-    An interface that is named has an IPv4 and an IPv6 address as a rule: the host says which one is meant. Raises
+    A named interface usually has an IPv4 and an IPv6 address; the IP version of the host decides between them. Raises
     UsageError for names that are not there.
     """
     hosts = in_order(host, addresses())

@@ -1,8 +1,8 @@
 """Removing the shared memory of processes that were killed.
 
-Endpoints of `shm` have files in /dev/shm, which a process that is killed with -9 leaves behind. Their names, given by
-us, tell whose they are: `aiote-<process>-<start>-<namespace>-...`, with the process's start time and the namespace of
-its number, so that neither a number in new use nor one of another container is mistaken for its owner.
+Endpoints of `shm` have files in /dev/shm, and a process that is killed with -9 leaves them behind. We choose their
+names, which identify the owner: `aiote-<process>-<start>-<namespace>-...`, with the process's start time and the PID
+namespace. So neither a process that reuses the number nor one of another container is mistaken for the owner.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ NAME = re.compile(r"aiote-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
 def mark() -> str:
-    """Return how the names of this process's endpoints begin."""
+    """Return the prefix of the names of this process's endpoints."""
     pid = os.getpid()
     return f"aiote-{pid}-{_start(pid) or 0}-{_namespace()}-"
 
 
 def owner(name: str) -> int | None:
-    """Return the process that a file of ours is of, if it is of this namespace."""
+    """Return the process that owns one of our files, or None if the process is of another PID namespace."""
     match = NAME.match(name)
     return int(match[1]) if match is not None and int(match[3]) == _namespace() else None
 
 
 def remove_stale_files() -> int:
-    """Remove the files of processes that are dead; return how many. What may not be removed is left."""
+    """Remove the files of dead processes; return how many. Files that this process may not remove are left."""
     removed = 0
     namespace = _namespace()
     dead: dict[tuple[int, int], bool] = {}
@@ -57,7 +57,7 @@ def _names() -> list[str]:
 
 
 def _namespace() -> int:
-    """Return the number of the namespace that process numbers here are of."""
+    """Return the number of this process's PID namespace, or 0 if it cannot be read."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -65,7 +65,7 @@ def _namespace() -> int:
 
 
 def _fields(pid: int) -> list[bytes] | None:
-    """Return what the kernel says of a process, from its state on; None for one that is dead, waited for or not."""
+    """Return the fields of /proc/PID/stat from the state on; None for a dead process, waited for or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -75,12 +75,12 @@ def _fields(pid: int) -> list[bytes] | None:
 
 
 def _start(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the boot; None for one that is dead, waited for or not."""
+    """Return when a process was started, in ticks since the boot; None for a dead process, waited for or not."""
     fields = _fields(pid)
     return None if fields is None else int(fields[19])
 
 
 def processor_ticks(pid: int) -> int | None:
-    """Return how much processor time a process has used, in ticks; None for one that is dead, waited for or not."""
+    """Return the processor time that a process has used, in ticks; None for a dead process, waited for or not."""
     fields = _fields(pid)
     return None if fields is None else int(fields[11]) + int(fields[12])

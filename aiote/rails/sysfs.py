@@ -1,9 +1,9 @@
 """Reading a machine's topology from sysfs.
 
-One pass, a handful of small files for each device; PCI paths are read off the targets of symbolic links. Files may be
-missing, unreadable (`speed` of a link that is down says EINVAL) or hold nonsense, and devices may go away in between:
-then a value is unknown, and nothing raises. `Documentation/ABI` of the kernel describes the files; the root is an
-argument, so that recorded trees can be read.
+It takes one pass over a few small files for each device; PCI paths come from the targets of symbolic links. Files may
+be missing, unreadable (`speed` of a link that is down fails with EINVAL) or hold nonsense, and devices may disappear
+during the pass: then a value is unknown, and no function raises. `Documentation/ABI` of the kernel describes the files.
+The root is an argument, so that recorded trees can be read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["read_nic", "read_topology"]
 
 MAX_PORTS = 16
 MAX_SPEED = 100_000_000
-"""Mbit/s; some drivers of links that are down say 2**32 - 1."""
+"""The highest credible speed in Mbit/s; some drivers report 2**32 - 1 for a link that is down."""
 
 RDMA_CLASSES: tuple[Literal["infiniband", "cxi"], ...] = ("infiniband", "cxi")
 
-# PCI classes by their first two bytes. Instinct accelerators of AMD are no display devices.
+# PCI classes by their first two bytes. AMD's Instinct accelerators are not of the display class.
 DISPLAY, ACCELERATOR, AMD = 0x03, 0x1200, 0x1002
 NO_GPUS = frozenset({0x1013, 0x102B, 0x1234, 0x15AD, 0x1A03, 0x1AF4, 0x1B36})
-"""Makers of the screens of service processors (Matrox, ASPEED) and emulators: display devices that compute nothing."""
+"""Vendors of the displays of service processors (Matrox, ASPEED) and emulators: display devices that do not compute."""
 
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?) Gb/sec\b", re.ASCII)
 _NODE = re.compile(r"node(\d{1,5})", re.ASCII)
@@ -35,7 +35,7 @@ _CPULIST = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*", re.ASCI
 
 
 def read_topology(root: str = "/sys") -> Topology:
-    """Return what the tree at `root` says. Never raises for what is in it."""
+    """Return the topology that the tree at `root` describes. Never raises because of its contents."""
     tree = Tree(root)
     nets = {name: _net(tree, name) for name in tree.devices("class/net")}
     rdma = [_rdma(tree, kind, name, nets.get) for kind in RDMA_CLASSES for name in tree.devices(f"class/{kind}")]
@@ -48,9 +48,9 @@ def read_topology(root: str = "/sys") -> Topology:
 
 
 def read_nic(domain: str, root: str = "/sys") -> Nic | None:
-    """Return the one NIC of a rail's (a libfabric domain's) name, without a pass over the rest; None if not there.
+    """Return the one NIC of a rail's (a libfabric domain's) name, without reading the others; None if there is none.
 
-    Of a net device the RDMA devices stay unknown.
+    For a net device, the RDMA devices (`partners`) stay unknown.
     """
     tree = Tree(root)
     for name in device_names(domain):
@@ -86,7 +86,7 @@ def _net(tree: Tree, name: str) -> Nic:
 
 def _net_state(tree: Tree, folder: str) -> State:
     text = tree.text(f"{folder}/operstate")
-    if text == "unknown":  # what lo and tun say, up or not
+    if text == "unknown":  # lo and tun report this, whether they are up or down
         text = {"1": "up", "0": "down"}.get(tree.text(f"{folder}/carrier"), "")
     if text == "up":
         return "up"
@@ -100,7 +100,7 @@ def _rdma(tree: Tree, kind: Literal["infiniband", "cxi"], name: str, net_of: Cal
     parent = tree.text(f"{folder}/parent")  # rxe has this file
     software = tree.software(folder)
     named = [parent] if parent else [port.net for port in ports if port.net]
-    # Over InfiniBand no port names its net device, and EFA has none.
+    # Over InfiniBand no port names its net device, and EFA has no net device.
     named = named or tree.names(f"{folder}/device/net")
     nets = [net for net in map(net_of, dict.fromkeys(named)) if net is not None]
     place = tree.place(target)
@@ -109,7 +109,7 @@ def _rdma(tree: Tree, kind: Literal["infiniband", "cxi"], name: str, net_of: Cal
         name,
         kind,
         place if place.path or not nets else nets[0].place,
-        # rxe's own rate is that of no wire.
+        # rxe's own rate is not the rate of a wire.
         speed or max((net.speed_mbps for net in nets), default=0),
         _rdma_state(ports, nets),
         tree.driver(f"{folder}/device") if not software else "",
@@ -127,7 +127,7 @@ def _rdma_state(ports: list[_Port], nets: list[Nic]) -> State:
 def _port(tree: Tree, folder: str) -> _Port:
     text = tree.text(f"{folder}/state")  # "4: ACTIVE"
     state: State = "up" if text.endswith("ACTIVE") else "down" if re.match(r"\d: [A-Z]+", text) else "unknown"
-    rate = _RATE.match(tree.text(f"{folder}/rate"))  # of a port that is down it means nothing
+    rate = _RATE.match(tree.text(f"{folder}/rate"))  # meaningless for a port that is down
     speed = round(float(rate[1]) * 1000) if rate and state != "down" else 0
     return _Port(state, speed if speed <= MAX_SPEED else 0, tree.net(f"{folder}/gid_attrs/ndevs/0"))
 

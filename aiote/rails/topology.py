@@ -1,22 +1,22 @@
-"""Where NICs, GPUs and memory are on a machine, and how far they are from each other.
+"""Where NICs, GPUs and memory are in a machine, and how far they are from each other.
 
-Everything here is plain data and pure functions; `sysfs.py` reads the data from the kernel, `numa.py` asks it where
-memory is. Not knowing is a value everywhere: -1 for a node, 0 for a speed, an empty path or name, "unknown" for a
-state.
+This module contains only plain data and pure functions. `sysfs.py` reads the data from the kernel, and `numa.py` asks
+the kernel where memory is. Every unknown fact has a value: -1 for a node, 0 for a speed, an empty path or name,
+"unknown" for a state.
 
 A place is a NUMA node and a PCI path from the root complex down, as sysfs spells it: `pci0000:15`, `0000:15:01.0` (a
 root port), `0000:16:00.0` (a switch's upper port), `0000:17:02.0` (one of its lower ports), `0000:1b:00.0` (the
-device). Host memory has a node and no path. What two paths have in common says how near they are:
+device). Host memory has a node and no path. The elements that two paths share determine their distance:
 
 | In common | Distance |
 |---|---|
 | root complex, root port and a bridge below it | SWITCH |
 | root complex, perhaps its port | ROOT, unless the nodes are known and differ |
-| nothing, the node is the same | NODE |
-| nothing, the nodes differ | OTHER |
-| nothing, a node is unknown | UNKNOWN |
+| no element, the node is the same | NODE |
+| no element, the nodes differ | OTHER |
+| no element, a node is unknown | UNKNOWN |
 
-Nothing of this is imported by `import aiote`.
+`import aiote` does not import this module.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
 State = Literal["up", "down", "unknown"]
 
 BELOW_ROOT_PORT = 3
-"""Elements in common of two paths that meet in a bridge below the root port."""
+"""How many elements two paths share if they meet in a bridge below the root port."""
 
 _ADDRESS = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.ASCII)
 
 
 class Distance(IntEnum):
-    """How far a NIC is from a place; less is nearer."""
+    """The distance of a NIC from a place; a smaller value is nearer."""
 
     SWITCH = 0
     ROOT = 1
@@ -62,7 +62,7 @@ class Distance(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A NUMA node, -1 for an unknown one, and a PCI path from the root complex, empty for what has none."""
+    """A NUMA node (-1: unknown), and a PCI path from the root complex, empty for memory and virtual devices."""
 
     numa_node: int = -1
     path: tuple[str, ...] = ()
@@ -77,9 +77,9 @@ class Place:
 class Nic:
     """A network device.
 
-    `kind` is the class that sysfs has it in: "infiniband" and "cxi" are RDMA devices, "net" are the kernel's own.
-    `partners` are the names of an RDMA device's net devices, or of a net device's RDMA devices. `virtual`: software
-    alone, as lo, veth, a bridge, or an rxe device, whose place is that of the net device below it.
+    `kind` is its class in sysfs: "infiniband" and "cxi" are RDMA devices, "net" are the kernel's own. `partners` are
+    the names of an RDMA device's net devices, or of a net device's RDMA devices. `virtual`: without hardware, such as
+    lo, veth, a bridge, or an rxe device. An rxe device has the place of the net device below it.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: its place, its maker's and its model's number (0: unknown), its driver."""
+    """A GPU: its place, the numbers of its vendor and its model (0: unknown), its driver."""
 
     place: Place
     vendor: int = 0
@@ -104,7 +104,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A NUMA node and its processors as the kernel lists them, as in "0-55,112-167"; none for memory alone."""
+    """A NUMA node, and its processors as the kernel lists them ("0-55,112-167"; empty if it has only memory)."""
 
     number: int
     cpulist: str = ""
@@ -112,14 +112,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What a machine has, each kind in the order of its names."""
+    """The nodes, GPUs and NICs of a machine, each in the order of their names."""
 
     nodes: tuple[Node, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     nics: tuple[Nic, ...] = ()
 
     def nic(self, name: str) -> Nic | None:
-        """Return the NIC of a rail's (a libfabric domain's) name; an RDMA device goes before a net device."""
+        """Return the NIC of a rail's (a libfabric domain's) name; an RDMA device takes precedence over a net device."""
         for wanted in device_names(name):
             for nic in self.nics:
                 if nic.name == wanted:
@@ -127,7 +127,7 @@ class Topology:
         return None
 
     def place(self, where: int | str) -> Place:
-        """Return the place of a NUMA node's number, or of a GPU's or NIC's PCI address in any common spelling."""
+        """Return the place of a NUMA node by number, or of a GPU or NIC by PCI address in any common spelling."""
         if isinstance(where, int):
             return Place(where) if any(node.number == where for node in self.nodes) else Place()
         address = same_spelling(where)
@@ -136,7 +136,7 @@ class Topology:
 
 
 def device_names(domain: str) -> Iterator[str]:
-    """Yield the device names that a libfabric domain may be of: its own, and that without "-rdm" or "-dgram"."""
+    """Yield the device names that a libfabric domain may belong to: its name, also without "-rdm" or "-dgram"."""
     if domain:
         yield domain
     device, dash, _ = domain.rpartition("-")
@@ -145,7 +145,7 @@ def device_names(domain: str) -> Iterator[str]:
 
 
 def same_spelling(address: str) -> str:
-    """Return a PCI address as sysfs spells it, an empty string for what is none.
+    """Return a PCI address as sysfs spells it, or an empty string for a text that is not a PCI address.
 
     CUDA writes `0000:1B:00.0`, NVML `00000000:1B:00.0`.
     """
@@ -154,15 +154,15 @@ def same_spelling(address: str) -> str:
 
 
 def distance(place: Place, other: Place) -> Distance:
-    """Return how far two places are from each other; the order of the two does not matter."""
+    """Return the distance between two places; their order does not matter."""
     return _measure(place, other)[0]
 
 
 def preference(place: Place, rails: Sequence[Place]) -> tuple[int, ...]:
-    """Return for the place of each rail how it ranks for a buffer at `place`: 0 for the nearest ones, equal for equals.
+    """Return the rank of each rail's place for a buffer at `place`: 0 for the nearest rails, equal for equal distances.
 
-    Ranks have no gaps. Rails whose distance is unknown come last, equal among each other; so all are 0 for a buffer
-    of which nothing is known.
+    Ranks have no gaps. Rails whose distance is unknown come last, with equal ranks. So all ranks are 0 for a buffer
+    whose place is unknown.
     """
     measures = [_measure(place, rail) for rail in rails]
     order = {measure: rank for rank, measure in enumerate(sorted(set(measures)))}
@@ -178,7 +178,9 @@ def nearest(place: Place, nics: Sequence[Nic]) -> tuple[tuple[Nic, ...], ...]:
 
 
 def _measure(place: Place, other: Place) -> tuple[Distance, int]:
-    """Return the distance, and among switches the steps up from `place` to the one in common: they are cascaded."""
+    """Return the distance, and for SWITCH the steps up from `place` to the common switch, because switches are
+    cascaded.
+    """
     common = _in_common(place.path, other.path)
     if common >= BELOW_ROOT_PORT:
         return Distance.SWITCH, len(place.path) - common

@@ -1,4 +1,4 @@
-"""A tree of sysfs: small files and symbolic links, any of which may be missing, unreadable or nonsense."""
+"""A tree of sysfs: small files and symbolic links. Any of them may be missing, unreadable or nonsense."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .topology import Place
 __all__ = ["Tree"]
 
 MAX_ENTRIES = 4096
-"""Entries of one folder that are looked at: a host of containers may have thousands of veth."""
+"""How many entries of one folder are read at most, because a host of containers may have thousands of veth."""
 MAX_BYTES = 4096
 MAX_NODE = 65535
 
-# A link's target is bounded by the kernel, and so are the numbers in it.
+# The kernel bounds the length of a link's target, and so the numbers in it.
 _COMPLEX = r"pci[0-9a-f]{4,8}:[0-9a-f]{2}"
 _FUNCTION = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _ELEMENT = re.compile(f"{_COMPLEX}|{_FUNCTION}", re.ASCII)
@@ -22,18 +22,18 @@ _ADDRESS = re.compile(_FUNCTION, re.ASCII)
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 _HEX = re.compile(r"0x[0-9a-f]{1,8}", re.ASCII | re.IGNORECASE)
 
-# Blocking on a pipe that somebody put into a recorded tree would be silly.
+# O_NONBLOCK, so that a pipe in a recorded tree does not block the reader.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Tree:
-    """A sysfs tree whose every answer is a value."""
+    """Read a sysfs tree. No method raises; each returns a value for a missing or invalid entry."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def text(self, path: str) -> str:
-        """Return what is in a file, or an empty string."""
+        """Return the contents of a file, or an empty string."""
         try:
             file = os.open(os.path.join(self.root, path), _FLAGS)
         except (OSError, ValueError):
@@ -46,7 +46,7 @@ class Tree:
             os.close(file)
 
     def number(self, path: str, most: int, unknown: int) -> int:
-        """Return the decimal number in a file."""
+        """Return the decimal number in a file, or `unknown` if there is none or it exceeds `most`."""
         text = self.text(path)
         return int(text) if _NUMBER.fullmatch(text) and int(text) <= most else unknown
 
@@ -56,7 +56,7 @@ class Tree:
         return int(text, 16) if _HEX.fullmatch(text) else 0
 
     def names(self, path: str) -> list[str]:
-        """Return the names in a folder, mlx5_2 before mlx5_10."""
+        """Return the names in a folder in natural order: mlx5_2 before mlx5_10."""
         try:
             with os.scandir(os.path.join(self.root, path)) as entries:
                 found = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)]
@@ -65,7 +65,7 @@ class Tree:
         return sorted(found, key=_counting)
 
     def devices(self, path: str) -> list[str]:
-        """Return the names of a class's devices, which are links; `bonding_masters` is a file."""
+        """Return the names of a class's devices. These are links; `bonding_masters`, a file, is left out."""
         return [name for name in self.names(path) if self.link(f"{path}/{name}")]
 
     def link(self, path: str) -> str:
@@ -76,12 +76,12 @@ class Tree:
             return ""
 
     def net(self, path: str) -> str:
-        """Return the name of a net device in a file, or an empty string for what can be none."""
+        """Return the name of a net device in a file, or an empty string if the text cannot be a name."""
         name = self.text(path)
         return "" if "/" in name or name in (".", "..") else name
 
     def software(self, device: str) -> bool:
-        """Tell whether an RDMA device is none of hardware: rxe has a file of its parent's."""
+        """Tell whether an RDMA device is implemented in software. rxe has the file `parent`."""
         return bool(self.text(f"{device}/parent")) or "/devices/virtual/" in self.link(device)
 
     def driver(self, device: str) -> str:
@@ -89,7 +89,7 @@ class Tree:
         return self.link(f"{device}/driver").rpartition("/")[2]
 
     def place(self, target: str) -> Place:
-        """Return the place of what a link points to: the PCI function in it that is farthest from the root."""
+        """Return the place of a link's target: the PCI function in it that is farthest from the root."""
         path = tuple(part for part in target.split("/") if _ELEMENT.fullmatch(part))
         if not path or not _ADDRESS.fullmatch(path[-1]):
             return Place()
@@ -98,6 +98,6 @@ class Tree:
 
 def _counting(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts the numbers in names as numbers."""
-    if len(name) <= 9 and name.isascii() and name.isdigit():  # as of GIDs, of which a port may have a thousand
+    if len(name) <= 9 and name.isascii() and name.isdigit():  # fast path: a port may have a thousand GIDs
         return [(-1, ""), (int(name), ""), (-1, "")]
     return [(int(part), "") if _NUMBER.fullmatch(part) else (-1, part) for part in re.split(r"(\d{1,9})", name)]

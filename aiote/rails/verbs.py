@@ -1,4 +1,4 @@
-"""The kind of rail that libibverbs drives: reliable connected queue pairs on a port of an RDMA device."""
+"""The `verbs` rail, driven by libibverbs: reliable connected queue pairs on a port of an RDMA device."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def load_verbs() -> None:
 
 
 class VerbsRail:
-    """A port of an RDMA device. libibverbs is loaded."""
+    """A port of an RDMA device. The caller has loaded libibverbs."""
 
     def __init__(self, index: int, port: Port, gid: Gid, settings: Mapping[str, int]) -> None:
-        """Open it; `settings` are as the native device's. Raises FabricError that names the port."""
+        """Open the port; `settings` are arguments of the native device. Raises FabricError that names the port."""
         self.index = index
         self.port = port
         self.gid = gid
@@ -55,8 +55,8 @@ class VerbsRail:
 
     @functools.cached_property
     def nic(self) -> Nic | None:
-        """The device as sysfs has it, read once when it is first asked for."""
-        # `import aiote` is to stay quick.
+        """The device as sysfs describes it, read once when it is first needed; None if sysfs has none of that name."""
+        # A local import keeps `import aiote` fast.
         from .sysfs import read_nic
 
         return read_nic(self.port.device)

@@ -1,4 +1,4 @@
-"""Services of coroutines: calls between engines, with deadlines, cancellation that arrives, and arrays one-sided.
+"""Services of coroutines: calls between engines, with deadlines, remote cancellation and one-sided arrays.
 
 See docs/services.md.
 """

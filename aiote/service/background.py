@@ -1,6 +1,6 @@
-"""Tasks that run beside the body of an `async with`, and end with it.
+"""Run tasks beside the body of an `async with`, and end them with the body.
 
-A bare task group would wrap what the body raises in an exception group; here an error comes out as it is.
+A plain task group would wrap the body's exception in an exception group; here an error is raised as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Bell", "TaskScope", "beside", "report", "to_the_end"]
 
 
 class Bell:
-    """Something that several tasks wait for, again and again; `ring` wakes those that wait now.
+    """A condition that several tasks wait for repeatedly; `ring` wakes the tasks that wait now.
 
-    A `Signal` of the loop on which somebody first waits, so that it can be made where there is none.
+    The first wait makes the underlying `Signal` for the running loop, so a Bell can be made where no loop runs.
     """
 
     __slots__ = ("_signal",)
@@ -29,22 +29,23 @@ class Bell:
         self._signal: Signal | None = None
 
     def ring(self) -> None:
-        """Wake all that wait."""
+        """Wake all waiting tasks."""
         if self._signal is not None:
             self._signal.set()
 
     async def wait(self) -> None:
-        """Sleep until the next ring. Cancelling loses nothing: look at the condition again."""
+        """Sleep until the next ring; then the caller checks its condition again. Cancelling the wait loses nothing."""
         if self._signal is None:
             self._signal = Signal(current_loop())
         await self._signal.wait()
 
 
 class TaskScope:
-    """The tasks that run beside a body, until its end. Made by `beside`.
+    """The tasks that run beside a body until the body ends. Made by `beside`.
 
-    Not only until a scope around them is cancelled: the body may shield its shutdown, and relies on them meanwhile. So
-    they are the loop's own tasks, in no scope; such a one costs a fifth of a task group's, too.
+    The tasks are the loop's own and belong to no cancel scope. So they keep running when a scope around the body is
+    cancelled, because the body may shield its shutdown and rely on them meanwhile. Such a task also costs a fifth of a
+    task in a task group.
     """
 
     def __init__(self, end_body: Callable[[], None]) -> None:
@@ -54,7 +55,7 @@ class TaskScope:
         self._tasks: set[LoopTask] = set()
 
     def start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run one more; its failure ends the body, and is raised from the `async with`."""
+        """Run a function as one more task; its failure ends the body and is raised from the `async with`."""
         task = self._loop.spawn(
             self._run, function, args, name="aiote: beside a body", after=lambda: self._tasks.discard(task)
         )
@@ -68,9 +69,10 @@ class TaskScope:
             self._end_body()
 
     async def close(self) -> None:
-        """Cancel them all, and return when they have ended. Cancelling the wait loses nothing."""
+        """Cancel all tasks and wait until they have ended. Cancelling the wait loses nothing: call it again."""
         while self._tasks:
-            # asyncio does not even begin what is cancelled before its first step, and what has to be given back stays.
+            # Let new tasks take their first step. asyncio would never begin a task that is cancelled before that, and
+            # the task could not release what it was given.
             await anyio.lowlevel.checkpoint()
             tasks = tuple(self._tasks)
             for task in tasks:
@@ -83,8 +85,8 @@ class TaskScope:
 async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[TaskScope]:
     """Run functions beside the body and cancel them at its end. Entering does not wait.
 
-    Entered and left in the same task, for a cancel scope spans the body. The first error, be it the body's or a
-    function's, is raised as it is.
+    Enter and leave it in the same task, because a cancel scope spans the body. The first error of the body or of a
+    function is raised as it is.
     """
     with anyio.CancelScope() as scope:
         tasks = TaskScope(scope.cancel)
@@ -101,10 +103,11 @@ async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Tas
 
 
 async def to_the_end(step: Callable[[], Awaitable[object]]) -> None:
-    """Await a step, however often that is cancelled, and raise the cancellation when it is over.
+    """Await a step until it completes, even if the wait is cancelled; then raise the last cancellation.
 
-    A shielded scope holds up anyio's cancellations, but not a bare `task.cancel()` or `asyncio.timeout`. The step is
-    called again then, so it must be one that can go on where it was. It has to be bounded by itself.
+    A shielded scope delays anyio's cancellations, but a plain `task.cancel()` or `asyncio.timeout` interrupts the step.
+    This function then calls the step again, so the step must be able to continue where it stopped. The step must also
+    bound its own duration.
     """
     interruption: BaseException | None = None
     while True:
@@ -119,5 +122,5 @@ async def to_the_end(step: Callable[[], Awaitable[object]]) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Say loudly that a callback of the user's failed; it does not take down what called it."""
+    """Report the exception of a user's callback to `sys.excepthook`; it does not end the code that called it."""
     sys.excepthook(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""Who may give a service its orders: the key of a cluster says that an engine belongs to it, and not what it is for."""
+"""Decide which engines may call a service. A cluster key proves that an engine belongs to the cluster, not its role."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from .running import current_call
 __all__ = ["Callers", "CallersLike", "ForeignCallerError"]
 
 CallersLike: TypeAlias = Iterable[aiote.Address | str] | Callable[[aiote.Peer], bool] | None
-"""Addresses of the engines that may call, which are told by their identities; or a predicate of a peer. "first": the
-first engine that calls, as long as it is connected; then the next one. None is "first" for an engine without a cluster
-key, which is reached from its own host alone, and an error for others.
+"""The engines that may call: their addresses, compared by identity; or a predicate of a peer; or "first".
+
+"first" is the first engine that calls; when it is no longer connected, the next one that calls. None means "first" for
+an engine without a cluster key, because only its own host can reach it; for an engine with a key, None is an error.
 """
 
 FIRST = "first"
 
 
 class ForeignCallerError(aiote.AioteError):
-    """The caller has not the role that a method is for; nothing has happened."""
+    """The caller does not have the role that the method requires. The method has had no effect."""
 
 
 class Callers:
-    """The engines that have a role on this one; `role` is its name, for errors. Raises UsageError for none."""
+    """The engines that have a role on this engine. `role` is the name of the role, for error messages.
+
+    Raises UsageError if no engines are given, or an address without an identity.
+    """
 
     def __init__(self, engine: aiote.Engine, allowed: CallersLike, role: str) -> None:
         self._role = role
@@ -52,7 +56,7 @@ class Callers:
         return self._first.address.identity == peer.address.identity
 
     def require(self) -> None:
-        """Raise ForeignCallerError unless the engine that calls has the role."""
+        """Raise ForeignCallerError unless the engine that made the current call has the role."""
         peer = current_call().peer
         if not self._predicate(peer):
             raise ForeignCallerError(f"{peer.address} is not the {self._role} here, who alone may call this")

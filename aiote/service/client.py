@@ -1,4 +1,4 @@
-"""Calling methods of a service on another engine."""
+"""Call the methods of a service on another engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Members", "client"]
 S = TypeVar("S", bound=Service)
 ATTEMPTS = 3
 LATE_S = 1.0
-"""So long behind its deadline a caller is given to be cancelled by its own scope."""
+"""How long after its deadline a call waits to be cancelled by the caller's own scope, in seconds."""
 
 
 class Caller:
@@ -56,10 +56,10 @@ class Caller:
         else:
             self._target = Chooser(target, self.endpoint, self._reach)
 
-    # Where to.
+    # Choosing a link.
 
     async def link(self, method: Method, avoid: Sequence[aiote.Address] = ()) -> Link:
-        """Return the link for the next call, greeted. Raises CallError for what cannot be reached."""
+        """Return the link for the next call, after its handshake. Raises CallError if no server can be reached."""
         if isinstance(self._target, Chooser):
             return await self._target.choose(method.name, avoid)
         if self._link is None or self._link.lost:
@@ -86,7 +86,7 @@ class Caller:
     # One call.
 
     async def call(self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a method and return its result; call once more where that is allowed."""
+        """Call a method and return its result. Repeat a failed call where `_again` allows it, up to ATTEMPTS in all."""
         bound = _bound(method, arguments, named)
         avoid: list[aiote.Address] = []
         for attempt in itertools.count(1):
@@ -105,7 +105,10 @@ class Caller:
     def _again(
         self, method: Method, error: CallError, attempt: int, link: Link | None, avoid: list[aiote.Address]
     ) -> bool:
-        """Tell whether to call once more: what did not run, or may run twice, and where that may help."""
+        """Tell whether to repeat a failed call: the method did not run or is idempotent, and a repetition may help.
+
+        Also add the link's peer to `avoid`, and leave a member alone that takes no calls.
+        """
         if link is not None:
             avoid.append(link.peer.address)
             if isinstance(self._target, Chooser):
@@ -125,7 +128,7 @@ class Caller:
             lent = method.arguments(**{**fields, **dict(zip(method.outs, specs, strict=True))})
             result, filled = await self._exchange(link, method, lent)
         finally:
-            # Nobody can write there any more when this has ended, whatever became of the call.
+            # However the call ended: once the leases are revoked, the server cannot write into the arrays any more.
             if leases:
                 await to_the_end(functools.partial(self._revoke, leases))
         small = [array for array in outs if array.nbytes < LEND_BYTES]
@@ -157,7 +160,7 @@ class Caller:
             self.endpoint.let_go(held)
 
     async def _exchange(self, link: Link, method: Method, bound: Any) -> Any:
-        """Send a call and return its result; a cancelled one is told to the peer."""
+        """Send a call and return its result. If the wait is cancelled, cancel the call at the peer as well."""
         pending = Pending(link)
         await begin(pending, method, bound, wait=self.wait)
         try:
@@ -166,12 +169,13 @@ class Caller:
             pending.abandon()
             raise
         if pending.end is not None and pending.end.status == Status.CANCELLED and pending.deadline < math.inf:
-            # The server's clock was first. The caller's own scope ends this now, if it is still there.
+            # The server's clock reached the deadline first. Give the caller's own scope, if it still exists, the time
+            # to cancel this wait.
             await anyio.sleep_until(pending.deadline + LATE_S)
         return result_of(pending, method)
 
     def stream(self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Stream:
-        """Return the items of a stream; it begins when the first is awaited."""
+        """Return the items of a stream. The call begins when the first item is awaited."""
         bound = _bound(method, arguments, named)
 
         async def start(avoid: list[aiote.Address]) -> Incoming:
@@ -227,16 +231,17 @@ def client(
     interceptors: Sequence[Interceptor] = (),
     limits: Limits | None = None,
 ) -> S:
-    """Return an object with the methods of a service, which runs on another engine.
+    """Return an object with the methods of a service that runs on another engine.
 
-    `target` is that engine's address or Peer, or the members of a registry, of which the one with the fewest calls of
-    this client takes the next. Nothing is connected before the first call. Where the peer runs as many calls of this
-    engine as it takes, a call waits, or (`wait` False) raises BusyError. `interceptors` run around each call, the first
-    outermost. `limits` are this engine's, as in `serve`.
+    `target` is that engine's address or Peer, or the members of a registry; each call then goes to the member with the
+    fewest calls of this client. The client connects at the first call. If as many calls of this engine are in flight at
+    the peer as the peer admits, a call waits for a slot, or raises BusyError if `wait` is False. `interceptors` run
+    around each call; the first one is outermost. `limits` are those of this engine, as in `serve`.
 
-    A call ends with its result or a CallError that says whether the method ran. The time that is left in the caller's
-    scope (`anyio.fail_after`) travels; a cancelled call is cancelled there, too. When the await has ended, nothing of
-    the call lands in the caller's arrays any more. Raises UsageError for a service whose annotations do not do.
+    A call ends with its result, or with a CallError that says whether the method ran, or with an exception that the
+    method declares. The call carries the time that is left in the caller's scope (`anyio.fail_after`). Cancelling a
+    call cancels the method at the server, too. After the await has ended, the call writes no more bytes into the
+    caller's arrays. Raises UsageError for a service whose annotations cannot be used.
     """
     caller = Caller(engine, target, interceptors, wait, limits)
     namespace: dict[str, Any] = {"__slots__": ("_caller",)}

@@ -1,8 +1,8 @@
-"""Values as bytes: msgspec's MessagePack, in which arrays may stand anywhere.
+"""Encode values as bytes and decode them: msgspec's MessagePack, with numpy arrays anywhere in a value.
 
-A small array lies in the bytes. A larger one travels one-sided: in the bytes stands its number in the list of *pieces*,
-which say where in the receiver's memory it is. Nothing of what arrives is executed, and nothing is believed: types,
-dtypes, shapes and lengths are checked.
+The encoding contains the bytes of a small array. A larger array travels one-sided: the encoding contains only its
+index in the list of *pieces*, which locate arrays in the receiver's memory. The decoder executes none of the received
+data and trusts none of it: it checks types, dtypes, shapes and lengths.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..errors import UsageError
 __all__ = ["INLINE_BYTES", "array_of", "check_dtype", "decode", "decoder", "describe_array", "encode"]
 
 INLINE_BYTES = 8192
-"""Arrays of up to so many bytes lie in the message itself: below, one message is quicker than a write and one."""
+"""Arrays up to this size travel in the message itself: one message is then faster than a write and a message."""
 MAX_DIMENSIONS = 32
 DTYPES = {numpy.dtype(code).str: numpy.dtype(numpy.dtype(code).str) for code in "?bBhHiIqQefdgFDG"}
-"""What may travel. `numpy.dtype` is not asked about texts from outside: it knows a language of its own, and of some
-texts it dies.
+"""The dtypes that may travel, by their texts. Texts from other processes are looked up here and never passed to
+`numpy.dtype`, because it parses a language of its own and some texts crash it.
 """
 
 
 class _Arrays(threading.local):
-    """What the hooks below need beside the value, for the one that is being read or written in this thread."""
+    """The state that the hooks below need while this thread encodes or decodes a value."""
 
     gathered: list[NDArray[Any]] | None = None
     take: Callable[[int, int], memoryview] | None = None
@@ -41,7 +41,7 @@ _arrays = _Arrays()
 
 
 def describe_array(array: NDArray[Any]) -> str:
-    """Return the text for an array's dtype. Raises UsageError for one that cannot travel, and for a mask."""
+    """Return the text of an array's dtype. Raises UsageError for a masked array and for a dtype that cannot travel."""
     require_unmasked(f"an array of {array.dtype}", array)
     text = array.dtype.str
     if text not in DTYPES:
@@ -53,7 +53,10 @@ def describe_array(array: NDArray[Any]) -> str:
 
 
 def array_of(text: object, shape: object) -> tuple[numpy.dtype[Any], tuple[int, ...], int]:
-    """Return dtype, shape and bytes of an array as another process describes it. Raises ValueError."""
+    """Return dtype, shape and size in bytes of an array that another process describes.
+
+    Raises ValueError for an invalid description.
+    """
     if not isinstance(text, str) or not isinstance(shape, list | tuple):
         raise ValueError("no array")
     if text not in DTYPES:
@@ -65,7 +68,7 @@ def array_of(text: object, shape: object) -> tuple[numpy.dtype[Any], tuple[int, 
 
 
 def _extent(dtype: numpy.dtype[Any], shape: Sequence[int]) -> int:
-    """Return the length of an array in bytes. Raises ValueError for one beyond 2**48."""
+    """Return the size of an array in bytes. Raises ValueError from 2**48 bytes on."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= 1 << 48:
         raise ValueError(f"an array of {nbytes} bytes")
@@ -97,12 +100,12 @@ def _decode_array(kind: type, value: object) -> object:
         memory = _arrays.take(where, nbytes)
     else:
         raise ValueError("an array is nowhere")
-    # A copy: the peer may write where this was sent, and numpy looks at some values twice.
+    # Copy the bytes: the peer can still write to the lent memory, and numpy reads some values twice.
     return numpy.frombuffer(memory, dtype).reshape(shape).copy()
 
 
 def check_dtype(kind: Any, dtype: numpy.dtype[Any]) -> None:
-    """Raise ValueError where a dtype is not the one of an annotation, `NDArray[numpy.float32]`."""
+    """Raise ValueError if a dtype does not match an annotation such as `NDArray[numpy.float32]`."""
     arguments = get_args(kind)
     wanted = get_args(arguments[1]) if len(arguments) == 2 else ()
     scalar = wanted[0] if wanted and isinstance(wanted[0], type) else numpy.generic
@@ -114,7 +117,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode(value: object) -> tuple[bytes, list[NDArray[Any]]]:
-    """Return a value as bytes, and the arrays that travel on their own. Raises UsageError."""
+    """Return a value as bytes, and the arrays that travel one-sided. Raises UsageError if it cannot be encoded."""
     gathered: list[NDArray[Any]] = []
     _arrays.gathered = gathered
     try:
@@ -126,7 +129,7 @@ def encode(value: object) -> tuple[bytes, list[NDArray[Any]]]:
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder of one type; for `decode`."""
+    """Return a decoder of one type, to be passed to `decode`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
 
@@ -135,9 +138,9 @@ def decode(
     body: bytes,
     take: Callable[[int, int], memoryview] | None = None,
 ) -> Any:
-    """Return a value; its arrays are its own. `take(number, nbytes)` returns the memory of a piece.
+    """Decode a value; it owns its arrays. `take(number, nbytes)` returns the memory of a piece.
 
-    Raises msgspec.ValidationError, which is a ValueError, for what is no such value.
+    Raises msgspec.ValidationError, a subclass of ValueError, if the body does not encode a value of that type.
     """
     _arrays.take = take
     try:

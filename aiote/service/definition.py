@@ -1,4 +1,4 @@
-"""What a service is: a class whose methods are marked, and what their annotations say of the messages."""
+"""Define a service: a class with marked methods, whose annotations determine the types of the messages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _OUT = "aiote.Out"
 _MARK = "_aiote_method"
 
 Out: TypeAlias = Annotated[numpy.ndarray[Any, numpy.dtype[T]], _OUT]
-"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous, writable and of that type. The
-method gets zeros of the same shape and type, and what it has written there is in the caller's when the call returns. A
-call that fails or is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the
-await has ended.
+"""A caller's array that the method fills: `Out[numpy.float32]` is contiguous, writable and of that type.
+
+The method receives zeros of the same shape and type. When the call returns, the caller's array holds what the method
+has written. A call that fails or is cancelled leaves the caller's array unchanged or partly written. After the await
+has ended, the call writes no more bytes into it.
 """
 
 
 class Service:
-    """Base of a service: a class whose methods marked by `method` can be called from other engines.
+    """Base class of a service: other engines can call its methods that `method` marks.
 
-    The name on the wire is the class's, or `name`; `version` is a part of it, so that two versions of a service are two
-    services, which one engine may serve side by side.
+    The service's name on the wire is `name`, or the name of the class if `name` is empty. `version` is part of it, so
+    two versions of a service are two services, and one engine may serve both side by side.
     """
 
     name: ClassVar[str] = ""
@@ -56,13 +57,13 @@ def method(*, idempotent: bool = ..., raises: Sequence[type[Exception]] = ...) -
 def method(
     function: F | None = None, /, *, idempotent: bool = False, raises: Sequence[type[Exception]] = ()
 ) -> F | Callable[[F], F]:
-    """Mark a method of a Service as one that can be called from other engines.
+    """Mark a method of a Service, so that other engines can call it.
 
-    Every parameter and the result are annotated with types that msgspec knows, or numpy arrays anywhere in them
-    (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is an array of the caller's that the method fills.
-    A method that returns an `AsyncIterator` is a stream. `idempotent` allows the client to call once more when it
-    cannot know whether the method ran. Exceptions of the classes in `raises` arrive as such, made from their text;
-    others as RemoteError.
+    Annotate every parameter and the result with types that msgspec knows; they may contain numpy arrays anywhere
+    (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is a caller's array that the method fills. A method
+    that returns an `AsyncIterator` is a stream. `idempotent` allows the client to repeat a call when the client cannot
+    know whether the method ran. If the method raises an exception of a class in `raises`, the caller gets an exception
+    of that class, made from its text; any other exception arrives as RemoteError.
     """
 
     def mark(function: F) -> F:
@@ -73,7 +74,7 @@ def method(
 
 
 class Method:
-    """A method as both sides see it: its name on the wire, and how its messages are read."""
+    """A method as both sides see it: its name on the wire, and the decoders of its messages."""
 
     def __init__(self, service: type[Service], attribute: str, function: Callable[..., Any], mark: _Mark) -> None:
         self.attribute = attribute
@@ -91,7 +92,7 @@ class Method:
         self.stream = get_origin(result) in STREAMS
         if self.stream:
             result = get_args(result)[0]
-        # Small arrays that were filled come behind the result.
+        # Small filled arrays follow the result in the End frame.
         kind = tuple[result, list[numpy.ndarray[Any, Any]]] if self.outs else result  # type: ignore[valid-type]
         if self.stream and self.outs:
             raise UsageError(f"{self.name}: a stream fills no arrays of its caller's; yield them")
@@ -109,7 +110,7 @@ class Method:
     def _arguments(
         self, function: Callable[..., Any], hints: dict[str, Any]
     ) -> tuple[type[msgspec.Struct], dict[str, Any]]:
-        """Return a struct of the parameters, and the annotations of those that are the caller's arrays."""
+        """Return a struct of the parameters, and the annotations of the `Out` parameters by their names."""
         fields: list[Any] = []
         outs: dict[str, Any] = {}
         for parameter in list(inspect.signature(function).parameters.values())[1:]:
@@ -137,7 +138,10 @@ _known: weakref.WeakKeyDictionary[type, tuple[Method, ...]] = weakref.WeakKeyDic
 
 
 def methods_of(service: type[Service]) -> tuple[Method, ...]:
-    """Return the marked methods of a service. Raises UsageError for one that cannot be called from elsewhere."""
+    """Return the marked methods of a service.
+
+    Raises UsageError if `service` is not a Service, marks no method, or marks a method that cannot be called remotely.
+    """
     if service in _known:
         return _known[service]
     if not isinstance(service, type) or not issubclass(service, Service):

@@ -1,4 +1,4 @@
-"""Calls on one engine: one reader of its messages, and a link to each peer."""
+"""Exchange calls on one engine: read its messages, dispatch their frames, and keep a link to each peer."""
 
 from __future__ import annotations
 
@@ -40,25 +40,30 @@ from .memory import IDLE_S, Budget
 __all__ = ["Endpoint", "Limits", "Server"]
 
 SHARED = frozenset({"Health/1.check"})
-"""Methods of every server, which the first one answers for all."""
+"""Methods that every server has; the first server answers them for all servers of the engine."""
 MAX_KEPT = 32
-"""Registrations for the next call, each of which costs the NIC something."""
+"""The most registrations that are kept for the next call: each of them costs the NIC resources."""
 TURN = 128
-"""After so many frames, of which one message may hold a thousand, the tasks that they woke have their turn."""
+"""After this many frames (one message may hold a thousand), the reader lets the tasks run that the frames woke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one engine spends on calls.
+    """The resources that one engine spends on calls.
 
-    slots: calls of one peer that are under way, running or waiting; a caller with more waits. calls: calls that run
-    here at a time; of one peer 64, or as many as are left for others. queue: how many more wait for one of these to
-    end; beyond, callers get BusyError, those with the most first. message_bytes: the largest message, arrays not
-    counted; its objects take 24 times as much at most. peer_bytes, total_bytes: memory for arrays under way, for one
-    peer in one direction, and in all; for the objects of calls that run; and for calls that wait and answers that were
-    not taken, of one engine's identity whatever its connections, of which the greediest is disconnected. stream_items,
-    stream_bytes: what a stream is ahead of its reader. kept_bytes: arrays of callers that stay registered for their
-    next call.
+    slots: calls of one peer in flight, running or waiting; the peer's further calls wait at the peer. calls: calls that
+    run here at a time; one peer may run 64 of them, and more while it runs fewer than there are free places. queue:
+    calls that wait here for a running call to end; when the queue is full, a call is refused with BusyError, from the
+    peer with the most queued calls first. message_bytes: the largest message without its arrays; its decoded objects
+    may take at most 24 times as much.
+
+    peer_bytes and total_bytes bound memory, for one peer and for all peers: of arrays in flight (peer_bytes counts each
+    direction by itself), of the decoded objects of running calls, and of waiting calls and answers that the peer has
+    not taken. The last are charged to an engine's identity, whatever its connections; when all of total_bytes is used,
+    the identity with the most is disconnected.
+
+    stream_items, stream_bytes: how far a stream may be ahead of its reader. kept_bytes: callers' arrays that stay
+    registered for their next call.
     """
 
     slots: int = 1024
@@ -81,12 +86,12 @@ class Limits:
 
 
 def frames_of(data: bytes) -> Iterator[Frame]:
-    """Yield a message's frames. Raises ValueError at the first for bytes that are none."""
+    """Yield a message's frames. The first step raises ValueError if the bytes do not encode frames."""
     yield from unpack(data)
 
 
 class Server(Protocol):
-    """What answers the calls of some methods."""
+    """An object that answers the calls of some methods."""
 
     @property
     def methods(self) -> Collection[str]: ...
@@ -94,14 +99,14 @@ class Server(Protocol):
 
 
 class Endpoint:
-    """Calls on one engine, in both directions. Found by `Endpoint.of`; it ends with the engine."""
+    """The calls on one engine, in both directions. `Endpoint.of` returns it; it ends with the engine."""
 
     _known: ClassVar[weakref.WeakKeyDictionary[aiote.Engine, Endpoint]] = weakref.WeakKeyDictionary()
 
     def __init__(self, engine: aiote.Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.loop: EventLoop = current_loop()
-        # anyio's own function finds out which loop it is, each time: a sixth of an empty call.
+        # anyio's own function would look up the running loop each time, which takes a sixth of an empty call.
         self.deadline = anyio.lowlevel.current_token().backend_class.current_effective_deadline
         self.servers: list[Server] = []
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
@@ -112,14 +117,18 @@ class Endpoint:
         self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
         self._over = Signal(self.loop)
-        self._part: Link | None = None  # whose message is being read
+        self._part: Link | None = None  # the link whose message is being read
         self.reading = self._direct = self._due = False
         self._unsent: list[Link] = []
         self.spawn(self._listen, name="aiote service: messages")
 
     @classmethod
     def of(cls, engine: aiote.Engine, limits: Limits | None = None) -> Endpoint:
-        """Return the endpoint of an engine, made the first time. Raises UsageError for other limits than it has."""
+        """Return the endpoint of an engine; the first call makes it.
+
+        Raises UsageError if other limits were set before, and for an engine whose message_bytes are too few for calls;
+        ClosedError for a closed engine.
+        """
         if not isinstance(engine, aiote.Engine):
             raise aiote.UsageError(f"an Engine is expected, got {type(engine).__name__}")
         if engine.closed:
@@ -135,11 +144,11 @@ class Endpoint:
         return found
 
     def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
-        """Run a coroutine function beside everything else."""
+        """Run a coroutine function in a task of the loop's own."""
         return self.loop.spawn(function, *args, name=name)
 
     def link_to(self, peer: aiote.Peer) -> Link:
-        """Return the link to a peer."""
+        """Return the link to a peer, made if there is none yet; a link to a lost peer is ended already."""
         link = self._links.get(peer)
         if link is None:
             link = Link(self, peer)
@@ -150,7 +159,7 @@ class Endpoint:
         return link
 
     def add_server(self, server: Server) -> None:
-        """Have a server answer the calls of its methods. Raises UsageError for one that is served already."""
+        """Let a server answer the calls of its methods. Raises UsageError if one of them is served already."""
         served = sorted(name for name in server.methods if name in self._served and name not in SHARED)
         if served:
             raise aiote.UsageError(f"{', '.join(served)}: the engine serves this already")
@@ -158,7 +167,7 @@ class Endpoint:
         self._find_servers()
 
     def remove_server(self, server: Server) -> None:
-        """Have its methods not served any more."""
+        """Stop a server's methods from being served."""
         self.servers.remove(server)
         self._find_servers()
 
@@ -166,7 +175,7 @@ class Endpoint:
         self._served = {name: server for server in reversed(self.servers) for name in server.methods}
 
     def check_message(self, nbytes: int) -> None:
-        """Raise UsageError for a message that is too long; arrays in it do not count."""
+        """Raise UsageError if a message of `nbytes` bytes, not counting its arrays, is too long."""
         if nbytes > self.limits.message_bytes:
             raise aiote.UsageError(
                 f"a message of {nbytes} bytes, arrays not counted; at most {self.limits.message_bytes} are expected"
@@ -184,7 +193,7 @@ class Endpoint:
             self._close()
 
     def _read(self) -> None:
-        """Take messages, as a callback of the loop's: no task is running, so what they wake runs at once."""
+        """Take messages in a callback of the loop. No task runs meanwhile, so the tasks that they wake run at once."""
         if self.reading or self._due:
             return
         self.reading = self._direct = again = True
@@ -194,7 +203,7 @@ class Endpoint:
             self.reading = self._direct = False
             unsent, self._unsent = self._unsent, []
             if again:
-                # Once: the engine calls, too, and each would go on beside the others.
+                # Schedule one continuation only: the engine calls this as well, and each call would start its own.
                 self._due = True
                 self.loop.call_soon(self._go_on)
             self._flush(unsent)
@@ -204,7 +213,7 @@ class Endpoint:
         self._read()
 
     def _flush(self, links: list[Link]) -> None:
-        """Send what links have; an interrupt leaves it to the loop's next turn."""
+        """Send the unsent frames of links; if an interrupt ends this early, the loop's next turn sends the rest."""
         try:
             while links:
                 links[-1].flush()
@@ -214,14 +223,14 @@ class Endpoint:
                 self.loop.call_soon(link.flush)
 
     def _read_some(self) -> bool:
-        """Take as many as may be in one turn; tell whether there may be more."""
+        """Take up to TURN frames; tell whether there may be more."""
         left = TURN
         while left > 0:
             if self._part is None:
                 message = None if self.engine.closed else self.engine.recv_nowait()
                 if message is None:
                     return False
-                left -= 1  # for one without frames, too
+                left -= 1  # so that messages without frames count as well
                 link = self._link_of(message)
                 if link is None:
                     self.unknown += 1
@@ -234,7 +243,7 @@ class Endpoint:
         return True
 
     def wake(self, waiter: Waiter) -> None:
-        """Wake a task, which runs before this returns where that may be."""
+        """Wake a task; if messages are being read and no task runs, the task runs before this returns."""
         if not self._direct:
             wake(waiter)
             return
@@ -245,20 +254,22 @@ class Endpoint:
             self._direct = True
 
     def flush_later(self, link: Link) -> None:
-        """Have a link send its frames when the messages that have come are read, or in the loop's next turn."""
+        """Let a link send its frames after the present messages are read, or, if none are, in the loop's next turn."""
         if self.reading:
             self._unsent.append(link)
         else:
             self.loop.call_soon(link.flush)
 
     def _link_of(self, message: aiote.Message) -> Link | None:
-        # A lost peer without a link has said nothing before that it would have to be told of.
+        # Ignore a lost peer without a link: none of its calls are known here.
         if message.data[:1] != MAGIC or (message.source not in self._links and message.source.lost):
             return None
         return self.link_to(message.source)
 
     def _take(self, link: Link, most: int) -> int:
-        """Handle frames of the message that is being read. Returns how many; fewer than `most` are its last ones."""
+        """Handle up to `most` frames of the message that is being read; return their number, less than `most` at its
+        end.
+        """
         count = 0
         try:
             for frame in islice(link.incoming, most):
@@ -268,7 +279,7 @@ class Endpoint:
             link.incoming = iter(())
             link.peer.disconnect(f"what it says of its calls cannot be: {error}"[:200])
         except Exception as error:
-            # Ours, then; the peer hears no more of it than that it is gone.
+            # This is an error of this engine. Report it here, and only disconnect the peer.
             link.incoming = iter(())
             report(error)
             link.peer.disconnect("this side failed")
@@ -307,7 +318,7 @@ class Endpoint:
         if link.ending:
             return
         if link.hello is None:
-            # The greeting was overtaken.
+            # The call has overtaken the HelloFrame.
             link.park(frame)
             return
         if frame.slot >= self.limits.slots or frame.slot in link.running or frame.slot in link.unsent.ends:
@@ -332,7 +343,7 @@ class Endpoint:
         link.post(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
 
     def _cancel(self, link: Link, frame: Cancel) -> None:
-        """Cancel a call; one that has not come yet is answered when it comes."""
+        """Cancel a call. If the call has not arrived yet, it is answered as cancelled when it arrives."""
         running = link.running.get(frame.slot)
         if running is None or frame.generation > running.generation:
             if frame.slot >= self.limits.slots:
@@ -342,10 +353,10 @@ class Endpoint:
         elif running.generation == frame.generation:
             running.cancel()
 
-    # Memory that nobody uses.
+    # Idle memory.
 
     def watch_memory(self) -> None:
-        """Give memory back that is not used for a while, from now on until there is none."""
+        """Start the task that gives idle memory back, unless it runs; it ends when no segments are left."""
         if self._sweeper is None:
             self._sweeper = self.spawn(self._sweep, name="aiote service: give memory back")
 
@@ -370,8 +381,8 @@ class Endpoint:
                 self.spawn(self._end, link, name="aiote service: a peer was lost")
 
     async def _end(self, link: Link) -> None:
-        """Read what a lost peer had still said, then end its link."""
-        # `_read` may wait for its next turn amid a message; what it finds when it goes on is the end of that.
+        """Handle the last messages of a lost peer, then end its link."""
+        # `_read` may have paused within a message. This handles the rest, so `_read` finds no more frames in it.
         self._take(link, sys.maxsize)
         async for message in link.peer.messages():
             if message.data[:1] == MAGIC:
@@ -383,9 +394,9 @@ class Endpoint:
         await link.staging.close()
 
     def hold(self, array: NDArray[Any], *, filled: bool = False) -> SharedRegistration:
-        """Register an array, or find the registration that an earlier call has left; `let_go` gives it back.
+        """Return the registration of an array, a kept one or a new one; the caller gives it back by `let_go`.
 
-        One to be filled can be lent to be written, and never read.
+        A peer can be given write access to an array that is `filled`, but never read access.
         """
         access: Access = "write" if filled else "local"
         key = (array.__array_interface__["data"][0], array.nbytes, array.flags.writeable, access)
@@ -393,12 +404,12 @@ class Endpoint:
         return held or self.registrations.add(key, self.engine.register(array, access))
 
     def let_go(self, held: SharedRegistration) -> None:
-        """Take note that a registration was used; it is kept for the next call, if there is room."""
+        """Give a registration back; if there is room, it is kept for the next call, otherwise it is closed."""
         for region in self.registrations.let_go(held):
             self.spawn(region.aclose, name="aiote service: close a registration")
 
     def _close(self) -> None:
-        """Take note that the engine is closed."""
+        """End all links, because the engine is closed."""
         self._forget()
         if self._sweeper is not None:
             self._sweeper.cancel()

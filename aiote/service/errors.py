@@ -1,13 +1,14 @@
-"""How calls fail, on one page.
+"""The errors of calls.
 
-Each type says whether the method ran; `CallError.ran` says it to a program: "no", "perhaps" or "yes".
+Each type says whether the method ran; a program reads this from `CallError.ran`: "no", "perhaps" or "yes".
 
-* `BusyError`: the server has no room for one more call. It did not run.
-* `DrainingError`: the server takes no new calls, for it is about to end. It did not run.
-* `NotServedError`: nobody at that address serves this method. It did not run.
-* `InvalidCallError`: the server says that the arguments do not fit the method. It did not run.
-* `CallLostError`: the peer was lost before it had answered. It did not run where no request had left, else perhaps.
-* `RemoteError`: the method raised. It ran, and ended with this.
+* `BusyError`: the server has no room for one more call. The method did not run.
+* `DrainingError`: the server takes no new calls because it is about to end. The method did not run.
+* `NotServedError`: the engine at that address does not serve this method. The method did not run.
+* `InvalidCallError`: the server says that the arguments do not fit the method. The method did not run.
+* `CallLostError`: the peer was lost before it answered. The method did not run if no request had left; otherwise it
+  has perhaps run.
+* `RemoteError`: the method ran and raised an exception.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Ran: TypeAlias = Literal["no", "perhaps", "yes"]
 
 
 class CallError(AioteError):
-    """A call ended without a result. `method` is what was called, `ran` whether it ran: "no", "perhaps" or "yes"."""
+    """A call ended without a result. `method` is its name; `ran` tells whether it ran: "no", "perhaps" or "yes"."""
 
     ran: Ran = "no"
 
@@ -42,24 +43,25 @@ class CallError(AioteError):
 
 
 class BusyError(CallError):
-    """The server runs as many calls as it may, and as many wait; or there is no room for the call's arrays."""
+    """The server's running calls and its queue are at their limits, or there is no memory for the call's arrays."""
 
 
 class DrainingError(CallError):
-    """The server ends once its calls have: it takes no new ones."""
+    """The server takes no new calls because it ends when its present calls have ended."""
 
 
 class NotServedError(CallError):
-    """The peer serves no such method, or serves nothing."""
+    """The peer does not serve this method, or serves no methods at all."""
 
 
 class InvalidCallError(CallError):
-    """The server says that the arguments do not fit the method as it has it."""
+    """The server says that the arguments do not fit its version of the method."""
 
 
 class CallLostError(CallError):
-    """The peer, or its server, was gone before it had answered; `ran` is "no" where no request had left, else
-    "perhaps".
+    """The peer was lost, or its server ended, before it answered.
+
+    `ran` is "no" if no request had left, otherwise "perhaps".
     """
 
     def __init__(self, method: str, reason: str, ran: Ran) -> None:
@@ -68,7 +70,7 @@ class CallLostError(CallError):
 
 
 class RemoteError(CallError):
-    """The method raised: `kind` is the name of the exception's type, `message` its text. Nothing else of it travels."""
+    """The method raised an exception. Only the name of its type (`kind`) and its text (`message`) travel."""
 
     ran = "yes"
 

@@ -1,4 +1,4 @@
-"""One call at the side that makes it: its beginning, its end, and the items in between."""
+"""One call at the client: its beginning, its end, and its result or error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _failure = msgspec.msgpack.Decoder(tuple[list[str], str])
 
 
 class UnderWay(ABC):
-    """A call that is under way, as its slot has it."""
+    """A call in flight, as the link keeps it by its slot."""
 
     __slots__ = ("abandoned", "arrived", "deadline", "end", "generation", "link", "pieces", "reason", "slot")
 
@@ -52,14 +52,17 @@ class UnderWay(ABC):
 
     @abstractmethod
     def ended(self, end: End | None, reason: str) -> None:
-        """Take its end, or None and why there will be none."""
+        """Take the call's End, or None and the reason why no End will come."""
 
     @abstractmethod
     def items(self, frame: Items) -> None:
-        """Take items of a stream. Raises ValueError for what cannot be."""
+        """Take items of a stream. Raises ValueError if they violate the protocol."""
 
     def abandon(self) -> None:
-        """Have the peer cancel it: nobody waits any more. Its slot and its arguments' memory are free when it ends."""
+        """Cancel the call at the peer, because no caller waits for it any more.
+
+        The call's slot, and the memory of its arguments, become free when its End comes. Idempotent.
+        """
         if self.abandoned:
             return
         self.abandoned = True
@@ -79,7 +82,7 @@ class Pending(UnderWay):
         self.waiter = link.endpoint.loop.waiter()
 
     def ended(self, end: End | None, reason: str) -> None:
-        """Take the end; where nobody waits any more, only its memory matters."""
+        """Take the end and wake the caller; if the call is abandoned, only free the memory of its pieces."""
         self.end, self.reason = end, reason
         if self.abandoned:
             if end is not None:
@@ -88,15 +91,16 @@ class Pending(UnderWay):
             self.link.endpoint.wake(self.waiter)
 
     def items(self, frame: Items) -> None:
-        """Refuse items, for this is no stream."""
+        """Refuse items, because this call is not a stream. Raises ValueError."""
         raise ValueError("items of a call that is no stream")
 
 
 async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) -> None:
-    """Send a call, once there is a slot for it. Raises CallError for what did not run; UsageError.
+    """Send a call as soon as there is a slot for it. Raises CallError if the call did not run, and UsageError.
 
-    With a result the time that is left to the caller travels. A stream may outlive the scope in which its first item
-    was awaited: of that the server hears by a Cancel.
+    If `wait` is False, raises BusyError instead of waiting for a slot. A call with one result carries the time that is
+    left to the caller. A stream does not, because it may outlive the scope in which its first item was awaited; a
+    Cancel tells the server when it is no longer wanted.
     """
     link, context = pending.link, call_context.get()
     if len(context) > CONTEXT_BYTES:
@@ -123,7 +127,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
         left, pending.deadline = min(max(deadline - link.endpoint.loop.time(), 1e-6), MAX_LEFT_S), deadline
     size = FRAME_BYTES + fixed + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside, context)
-    # A call that is alone does not wait for others that could travel with it, and a stream is one of a few.
+    # Send at once if no other call could travel in the same message. Streams are few, so do not batch them either.
     link.post(frame, size, now=method.stream or len(link.calls) == 1)
 
 
@@ -136,7 +140,10 @@ def _explain(method: Method, error: BaseException) -> NoReturn:
 
 
 def result_of(pending: Pending, method: Method) -> Any:
-    """Return the result of a call that has ended. Raises CallError, TimeoutError, what the method says."""
+    """Return the result of a call that has ended.
+
+    Raises CallError, TimeoutError after the caller's deadline, and the exceptions that the method declares in `raises`.
+    """
     end, link = pending.end, pending.link
     if end is None:
         raise CallLostError(method.name, pending.reason, "perhaps")
@@ -153,7 +160,7 @@ def result_of(pending: Pending, method: Method) -> Any:
 
 
 def failure(method: Method, end: End, *, timed: bool) -> Exception:
-    """Return the error that a call ended with."""
+    """Return the error with which a call ended. `timed`: the call carried a deadline."""
     if end.status in REFUSALS:
         kind, reason = REFUSALS[end.status]
         return kind(method.name, end.body.decode(errors="replace") or reason)

@@ -1,10 +1,12 @@
-"""What two engines tell each other about calls: version 1 of the protocol.
+"""The frames that two engines exchange about calls: version 1 of the protocol.
 
-A message of the engine is a byte that says that it is one of ours, then a MessagePack list of frames. Messages may
-overtake each other, so no frame relies on another one's having come before, but for `HelloFrame`.
+An engine message of this protocol is one byte that marks it (MAGIC), then a MessagePack list of frames. Messages may
+overtake each other, so no frame relies on the earlier arrival of another one. The exception is the `HelloFrame`: a call
+that overtakes it waits for it.
 
-A call is known by its *slot*, a number below what the server's `HelloFrame` admits, and a *generation*, which grows
-each time that the caller uses the slot again: so both sides keep as much about calls as there are slots.
+A call is identified by its *slot*, a number below the limit in the server's `HelloFrame`, and by a *generation*, which
+grows each time the caller uses the slot again. So the state that both sides keep about calls is bounded by the number
+of slots.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ __all__ = [
 MAGIC = b"\xc1"  # the one byte that MessagePack never uses
 VERSION = 1
 MAX_LEFT_S = float(1 << 31)
-"""A deadline that is further away, 68 years, is none. NaN is within no bounds: a timer of NaN stops an event loop's."""
+"""The longest time to a deadline that a call carries: 68 years; callers reduce a longer one to it. Frames with more, or
+with NaN, are refused, because a timer set to NaN stops the timers of an event loop.
+"""
 
 Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Generation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -51,7 +55,7 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_LEFT_S)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 Context: TypeAlias = Annotated[str, msgspec.Meta(max_length=CONTEXT_BYTES)]
 Piece: TypeAlias = tuple[Number, Count, Count]
-"""Bytes in memory that the receiver has lent to the sender: number of the lent memory, offset, length."""
+"""Bytes in memory that the receiver has lent to the sender: number of the lent memory, offset, length in bytes."""
 Pieces: TypeAlias = Annotated[list[Piece], msgspec.Meta(max_length=256)]
 
 
@@ -59,17 +63,17 @@ class Status:
     """How a call ended."""
 
     DONE = 0
-    FAILED = 1  # the method raised; the body is the names of the exception's types, and its text
-    CANCELLED = 2  # by the caller, or at the deadline that it had named
+    FAILED = 1  # the method raised; the body holds the names of the exception's classes, and its text
+    CANCELLED = 2  # by the caller, or at the deadline that the call carried
     BUSY = 3
     DRAINING = 4
     NOT_SERVED = 5
     INVALID = 6  # the arguments do not fit the method; the body is a text
-    STOPPED = 7  # the server ended meanwhile
+    STOPPED = 7  # the server ended while the call ran
 
 
 class HelloFrame(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
-    """The first frame of each side: its version, and what it takes. `asks` for the other side's."""
+    """The first frame of each side: its protocol version and its limits. `asks` requests the other's HelloFrame."""
 
     version: Number
     asks: bool
@@ -80,7 +84,7 @@ class HelloFrame(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
 
 
 class CallFrame(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """A call. `left` are the seconds until the caller's deadline, 0 where there is none."""
+    """A call. `left` is the time until the caller's deadline in seconds, 0 if there is none."""
 
     slot: Slot
     generation: Generation
@@ -91,11 +95,14 @@ class CallFrame(msgspec.Struct, array_like=True, tag=1, frozen=True):
     outside: bool = False
     """Whether the body is the first piece."""
     context: Context = ""
-    """The trace that it is part of, as a W3C `traceparent`; nothing here reads it."""
+    """The trace to which the call belongs, as a W3C `traceparent`; this package passes it on and does not parse it."""
 
 
 class End(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """The end of a call, for whatever reason: no byte of it lands after this. `items` were sent before."""
+    """The end of a call, for whatever reason. The server writes no byte of the call into the caller's memory after it.
+
+    `items` is the number of stream items that the server sent before.
+    """
 
     slot: Slot
     generation: Generation
@@ -107,7 +114,7 @@ class End(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 
 class Items(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """Items of a stream, numbered from `first` on. One whose body is a piece comes alone."""
+    """Items of a stream, numbered from `first` on. An item with pieces comes alone in its frame."""
 
     slot: Slot
     generation: Generation
@@ -118,7 +125,7 @@ class Items(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 class Credit(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
-    """The caller has taken so many items of a stream."""
+    """The caller has taken the first `taken` items of a stream."""
 
     slot: Slot
     generation: Generation
@@ -126,20 +133,20 @@ class Credit(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
-    """The caller wants no more of a call. It is over when its End comes."""
+    """The caller cancels a call. The call is over when its End comes."""
 
     slot: Slot
     generation: Generation
 
 
 class Ask(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
-    """The sender wants memory to be lent to it: so many bytes in one piece."""
+    """The sender asks the receiver to lend it `nbytes` bytes of contiguous memory."""
 
     nbytes: Count
 
 
 class Grant(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """The answer to an Ask: the number of lent memory and its lease's descriptor; or none, and why."""
+    """The answer to an Ask: number, length and lease descriptor of lent memory; or no descriptor, and the reason."""
 
     number: Number
     nbytes: Count
@@ -154,13 +161,13 @@ class Free(msgspec.Struct, array_like=True, tag=8, frozen=True):
 
 
 class Return(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
-    """The sender has nothing in this lent memory, and places nothing there any more."""
+    """The sender gives this lent memory back: it has nothing there and will place nothing there."""
 
     number: Number
 
 
 class OutSpec(msgspec.Struct, array_like=True, frozen=True):
-    """An array of the caller's that the method fills. The descriptor is a lease's; without, the bytes go by the End."""
+    """A caller's array that the method fills. `descriptor` is its lease; if empty, the End carries the bytes."""
 
     dtype: str
     shape: Annotated[list[Count], msgspec.Meta(max_length=32)]
@@ -174,12 +181,12 @@ _decoder = msgspec.msgpack.Decoder(list[Frame])
 
 
 def pack(frames: list[Frame]) -> bytes:
-    """Return frames as one message."""
+    """Encode frames as one message."""
     return MAGIC + _encoder.encode(frames)
 
 
 def unpack(data: bytes) -> list[Frame]:
-    """Return a message's frames. Raises ValueError for bytes that are none."""
+    """Return a message's frames. Raises ValueError if the bytes do not encode frames."""
     try:
         return _decoder.decode(memoryview(data)[1:])
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Functions around each call, on either side."""
+"""Interceptors: functions that run around each call, at the client or at the server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["CallInfo", "Interceptor", "intercepted"]
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """A call: the method's name on the wire, and the peer on the other side, whose identity its key has proven.
+    """A call: the method's name on the wire, and the peer on the other side, which has proven its identity by its key.
 
-    `context`: at the server, the trace that the caller says it is part of (`aiote.observe.tracing`).
+    `context`: at the server, the call's trace as the caller states it (`aiote.observe.tracing`).
     """
 
     method: str
@@ -25,15 +25,16 @@ class CallInfo:
 
 
 Interceptor: TypeAlias = Callable[[CallInfo, Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""`await proceed()` goes on with the call, and returns its result or raises its error. One that raises instead refuses
-the call. Of a stream it surrounds the beginning at the client, and all of it at the server.
+"""`await proceed()` continues the call and returns its result or raises its error. An interceptor refuses the call by
+raising an exception instead. For a stream, an interceptor runs around the beginning at the client, and around the whole
+stream at the server.
 """
 
 
 async def intercepted(
     interceptors: Sequence[Interceptor], info: CallInfo, proceed: Callable[[], Awaitable[Any]]
 ) -> Any:
-    """Run a call through interceptors, the first outermost."""
+    """Run a call through interceptors; the first one is outermost."""
     for interceptor in reversed(interceptors):
         proceed = functools.partial(interceptor, info, proceed)
     return await proceed()

@@ -1,4 +1,4 @@
-"""The conversation with one peer: frames in batches, slots of calls, and memory on both sides."""
+"""Exchange calls with one peer: batch the frames, keep the slots of calls, and manage the memory on both sides."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 __all__ = ["Link", "OutgoingCall", "Parcel", "kept_bytes"]
 
 FRAME_BYTES = 96
-"""More than a frame takes beside its body, its pieces and the name of its method."""
+"""An upper bound of a frame's size without its body, its pieces and the name of its method."""
 PIECE_BYTES = 27
 PIECE_OBJECT_BYTES = 160
-"""A piece as it is kept: a tuple of three integers."""
+"""The size of a piece in memory: a tuple of three integers."""
 MAX_PIECES = 256
 LEAST_MESSAGE = 4096
-"""What `config.message_bytes` has to be for calls: a lease's descriptor and a method's name fit in it."""
+"""The smallest `config.message_bytes` for calls: a lease's descriptor and a method's name fit in it."""
 MAX_UNSENT = 4
-"""A peer that takes no messages is lost when so many frames for each slot wait for it."""
+"""A peer that takes no messages is disconnected when more than this many frames for each slot wait for it."""
 MAX_SENDING = 256
-"""Messages to one peer that it has not taken yet; what comes behind them waits as frames."""
+"""The most messages in flight to one peer; further frames wait unsent."""
 BATCH_FRAMES = 256
 UNCOUNTED_BYTES = 512
-"""The objects of bodies up to this length take 112 KiB at most, and are not counted."""
+"""The decoded objects of bodies up to this length take at most 112 KiB and are not counted."""
 UNFOLDING = 24
-"""The objects of a message take at most so many times `message_bytes`: those of numbers and words take less."""
+"""The decoded objects of a message may take at most this many times `message_bytes`; numbers and words take less."""
 
 
 def kept_bytes(frame: CallFrame) -> int:
-    """Return how many bytes a call takes at most while it is kept."""
+    """Return an upper bound of the bytes that a call takes while the server keeps it."""
     return FRAME_BYTES + len(frame.method) + len(frame.body) + PIECE_OBJECT_BYTES * len(frame.pieces)
 
 
 class Parcel:
-    """A value as it travels: a body, and pieces that are in the receiver's memory already."""
+    """An encoded value: a body, and pieces that have been written to the receiver's memory already."""
 
     __slots__ = ("body", "outside", "pieces")
 
@@ -59,37 +59,37 @@ class Parcel:
 
 
 class OutgoingCall(Protocol):
-    """A call of ours that is under way, as its slot has it."""
+    """A call of this engine in flight, as the link keeps it by its slot."""
 
     generation: int
     slot: int
-    """Its slot, once it was sent; -1 before."""
+    """The call's slot after it was sent; -1 before."""
     pieces: list[Piece]
-    """Where its arguments are, in the peer's memory."""
+    """The places of its arguments in the peer's memory."""
     arrived: int
-    """How many items of a stream have come."""
+    """The number of stream items that have arrived."""
 
     def ended(self, end: End | None, reason: str) -> None:
-        """Take its end, or None and why there will be none."""
+        """Take the call's End, or None and the reason why no End will come."""
 
     def items(self, frame: Items) -> None:
-        """Take items of a stream. Raises ValueError for what cannot be."""
+        """Take items of a stream. Raises ValueError if they violate the protocol."""
 
 
 class Served(Protocol):
-    """A call of the peer's that is under way here, as its slot has it."""
+    """A call of the peer that this engine serves, as the link keeps it by its slot."""
 
     generation: int
 
     def cancel(self) -> None:
-        """End it: nobody waits for it any more."""
+        """Cancel the call, because the peer no longer waits for it."""
 
     def credit(self, taken: int) -> None:
-        """Take note that so many items of a stream were taken. Raises ValueError for more than were sent."""
+        """Record that the peer has taken the first `taken` items of a stream. Raises ValueError if fewer were sent."""
 
 
 class Link:
-    """The conversation with one peer. Made by `Endpoint.link_to`."""
+    """The calls, frames and memory that this engine shares with one peer. Made by `Endpoint.link_to`."""
 
     def __init__(self, endpoint: Endpoint, peer: aiote.Peer) -> None:
         self.endpoint, self.peer = endpoint, peer
@@ -125,13 +125,13 @@ class Link:
         self._held_bytes = self.unfolded_bytes = 0
         self._asking = False
         self.parked: list[CallFrame] = []
-        self.incoming: Iterator[Frame] = iter(())  # what is left of the message that is being read
-        self.room = 0  # for the body of a frame that goes alone
+        self.incoming: Iterator[Frame] = iter(())  # the remaining frames of the message that is being read
+        self.room = 0  # bytes for the body of a frame that is alone in its message
 
-    # Greeting.
+    # Handshake.
 
     async def greet(self) -> None:
-        """Wait until the peer has said what it takes, or is lost."""
+        """Send the HelloFrame, and wait until the peer's HelloFrame has arrived or the peer is lost."""
         if self.hello is None and not self._greeted:
             self._greet(asks=True)
         while self.hello is None and not self.lost:
@@ -146,15 +146,15 @@ class Link:
         self.post(hello, FRAME_BYTES, now=True)
 
     def greeted(self, hello: HelloFrame) -> None:
-        """Take what the peer takes. Raises ValueError where the two cannot talk."""
+        """Take the peer's HelloFrame; answer it if it asks. Raises ValueError if its version or limits do not fit."""
         if hello.version != VERSION:
             raise ValueError(f"it speaks version {hello.version} of the protocol of calls, this side version {VERSION}")
         if hello.message_bytes < LEAST_MESSAGE or not 1 <= hello.slots <= 1 << 16:
             raise ValueError(f"it takes messages of {hello.message_bytes} bytes and {hello.slots} calls")
         if self.hello is None:
             self.hello = hello
-            # What it truly takes the engine knows; a peer that says more is disconnected by the first frame. What waits
-            # for it is made of no larger ones than this side takes.
+            # The engine knows the peer's real limit, so the first longer message disconnects a peer that claims more.
+            # This engine's own limit bounds the messages to the peer, too.
             own = self.endpoint.engine.config.message_bytes
             self.room = min(hello.message_bytes, own, 1 << 20) - 2 * FRAME_BYTES
             self._generations = [0] * hello.slots
@@ -171,7 +171,7 @@ class Link:
         return bool(self._free)
 
     async def take_slot(self, caller: OutgoingCall) -> int:
-        """Take a slot for a call, waiting until there is one, or the peer is lost; -1 then."""
+        """Wait for a free slot and take it for a call; return -1 if the peer is lost."""
         while not self._free:
             if self.lost:
                 return -1
@@ -183,15 +183,15 @@ class Link:
         return slot
 
     def give_slot(self, slot: int, caller: OutgoingCall) -> None:
-        """Give a slot back: the call is over, or never began."""
+        """Give a slot back, because its call has ended or never began."""
         if self.calls.get(slot) is caller:
             del self.calls[slot]
             self._free.append(slot)
-            # Who waits takes it before the caller whose call has ended may come for it again.
+            # A waiting caller takes the slot before the caller whose call has ended can ask for it again.
             self._changed.wake_one(self.endpoint.wake)
 
     def on_end(self, frame: End) -> None:
-        """Hand an end to its call, once every item before it has come. Raises ValueError for one of no call."""
+        """Hand an End to its call once every item before it has arrived. Raises ValueError if there is no such call."""
         caller = self._caller(frame)
         if frame.items > caller.arrived:
             self._early_ends[frame.slot] = frame
@@ -201,7 +201,7 @@ class Link:
         caller.ended(frame, "")
 
     def on_items(self, frame: Items) -> None:
-        """Hand items to their call. Raises ValueError for those of no call."""
+        """Hand items to their call. Raises ValueError if there is no such call."""
         caller = self._caller(frame)
         caller.items(frame)
         end = self._early_ends.get(frame.slot)
@@ -210,13 +210,13 @@ class Link:
 
     def _caller(self, frame: End | Items) -> OutgoingCall:
         caller = self.calls.get(frame.slot)
-        # One that has a slot and was not sent yet has no end.
+        # A call that has a slot but was not sent yet (slot -1) cannot have items or an end.
         if caller is None or caller.generation != frame.generation or caller.slot < 0:
             raise ValueError(f"{type(frame).__name__} of a call that there is not, in slot {frame.slot}")
         return caller
 
     def on_ask(self, frame: Ask) -> None:
-        """Lend memory, or say why not. Raises ValueError for what is asked before the last answer."""
+        """Lend memory, or tell the peer why not. Raises ValueError if the peer asks again before the last answer."""
         if self._asking:
             raise ValueError("it asks for memory while it is given some")
         self._asking = True
@@ -232,26 +232,28 @@ class Link:
         self.post(grant, FRAME_BYTES + len(grant.descriptor) + len(grant.reason.encode()))
 
     def on_grant(self, frame: Grant) -> None:
-        """Take the answer to what was asked. Raises ValueError for what was not asked for."""
+        """Take the answer to this engine's Ask. Raises ValueError if this engine did not ask for it."""
         self.borrowed.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
         self.endpoint.watch_memory()
 
     def on_return(self, frame: Return) -> None:
-        """Take lent memory back. Raises KeyError for what is not lent."""
+        """Take lent memory back. Raises KeyError if it is not lent."""
         region = self.lent.returned(frame.number)
         self.endpoint.spawn(self.lent.take_back, region, name="aiote service: take memory back")
 
     def sweep(self) -> bool:
-        """Give back and give up what was not used for a while; tell whether there is more."""
+        """Return borrowed segments, and close staging segments, that are idle; tell whether other segments remain."""
         self.borrowed.sweep()
         self.staging.sweep()
         return bool(self.borrowed.segments or self.staging.segments)
 
-    # What the peer has placed in our memory.
+    # Bytes that the peer has placed in this engine's memory.
 
     def hold(self, pieces: list[Piece]) -> None:
-        """Take note of what a frame has placed here, until `release`. Raises ValueError where it is more than is lent:
-        then places overlap, and one place would be read again and again.
+        """Record the pieces that a frame has placed here, until `release`.
+
+        Raises ValueError if the pieces together have more bytes than the lent memory: then they overlap, and the peer
+        could make this engine read one place again and again.
         """
         if pieces:
             self._held_bytes += sum([piece[2] for piece in pieces])
@@ -259,11 +261,11 @@ class Link:
                 raise ValueError("more is placed in lent memory than there is of it")
 
     def release(self, pieces: list[Piece]) -> None:
-        """Take note that these pieces were read."""
+        """Record that these pieces were read."""
         self._held_bytes -= sum([piece[2] for piece in pieces])
 
     def free(self, pieces: list[Piece]) -> None:
-        """Tell the peer that these pieces were read."""
+        """Record that these pieces were read, and tell the peer."""
         if pieces:
             self.release(pieces)
             self.post(Free(pieces), FRAME_BYTES + PIECE_BYTES * len(pieces))
@@ -271,18 +273,20 @@ class Link:
     # Values.
 
     def inline(self, body: bytes, arrays: list[NDArray[Any]], fixed: int = 0) -> Parcel | None:
-        """Return what lies in its frame as a whole, None for what does not. Raises UsageError for what is too long.
+        """Return the parcel of a value that fits into its frame, otherwise None. Raises UsageError if `body` is too
+        long.
 
-        `fixed` are bytes that the frame has beside it.
+        `fixed` is the size of the other variable parts of the frame in bytes.
         """
         self.endpoint.check_message(len(body))
         return Parcel(body, [], False) if not arrays and len(body) <= self.room - fixed else None
 
     async def bring(self, body: bytes, arrays: list[NDArray[Any]], fixed: int = 0, *, kept: bool = False) -> Parcel:
-        """Bring what is long into the peer's memory; it is there when this returns.
+        """Write the arrays of a value, and a body that is too long, into the peer's memory; return the parcel.
 
-        `kept` keeps the registrations of the arrays for the next call. Raises UsageError for too many arrays,
-        BlockingIOError where the peer lends no memory, TransferError, PeerError. Cancelled, it has taken nothing.
+        The bytes are there when this returns. `kept` keeps the registrations of the arrays for the next call. Raises
+        UsageError for too many arrays, BlockingIOError if the peer lends no memory, TransferError and PeerError. If it
+        raises or is cancelled, it keeps no places in the peer's memory.
         """
         room = self.room - fixed
         if len(arrays) >= MAX_PIECES or PIECE_BYTES * (len(arrays) + 1) > room:
@@ -301,7 +305,7 @@ class Link:
         return Parcel(body, pieces, outside)
 
     async def _push(self, data: NDArray[Any] | bytes, kept: bool) -> Piece:
-        """Write bytes into memory that the peer lends us."""
+        """Write bytes into memory that the peer lends, and return their place."""
         endpoint = self.endpoint
         array = numpy.frombuffer(data, numpy.uint8) if isinstance(data, bytes) else numpy.ascontiguousarray(data)
         piece, remote = await self.borrowed.place(array.nbytes)
@@ -322,16 +326,16 @@ class Link:
         return piece
 
     def take_back(self, pieces: list[Piece]) -> None:
-        """Take places again in the memory that the peer lends us."""
+        """Free places in the memory that the peer lends."""
         for piece in pieces:
             self.borrowed.give(piece)
 
     def hand_over(self, pieces: list[Piece]) -> None:
-        """Leave places to the peer until it says that it has read them."""
+        """Keep places occupied until the peer says that it has read them."""
         self._unread.update(pieces)
 
     def on_free(self, frame: Free) -> None:
-        """Take places back that the peer has read. Raises KeyError for others."""
+        """Free places that the peer has read. Raises KeyError for places that were not handed over."""
         for piece in frame.pieces:
             self._unread.remove(piece)
             self.borrowed.give(piece)
@@ -343,8 +347,10 @@ class Link:
         body: bytes,
         charge: Callable[[int], object] | None = None,
     ) -> Any:
-        """Return the value of a body; its arrays are its own. Raises ValueError, and what `charge` does, which is told
-        about how many bytes its objects will take; those of short bodies do not count.
+        """Decode the value of a body; the value owns its arrays.
+
+        `charge` is called with the estimated bytes of the decoded objects, unless the body is short. Raises ValueError,
+        and the exceptions of `charge`.
         """
         body, take = self.opened(frame, body, charge)
         return decode(decoder, body, take)
@@ -352,7 +358,7 @@ class Link:
     def opened(
         self, frame: CallFrame | End | Items, body: bytes, charge: Callable[[int], object] | None = None
     ) -> tuple[bytes, Callable[[int, int], memoryview]]:
-        """Return a body that is bounded, and what finds its arrays: what `decode` takes. See `read`."""
+        """Check the bounds of a body; return it and the function that finds its arrays, for `decode`. See `read`."""
         unread = dict(enumerate(frame.pieces))
 
         def take(number: int, nbytes: int) -> memoryview:
@@ -366,7 +372,7 @@ class Link:
                 raise ValueError("a body is nowhere")
             _, piece = unread.popitem()
             self.endpoint.check_message(piece[2])
-            # A copy: the peer may write there while it is being read.
+            # Copy the body, because the peer can still write to the lent memory while it is decoded.
             body = bytes(self.lent.view(piece))
         if len(body) > UNCOUNTED_BYTES:
             nbytes = unfolded_bytes(body)
@@ -376,10 +382,10 @@ class Link:
                 charge(nbytes)
         return body, take
 
-    # Calls that have come.
+    # Calls that arrived before the handshake.
 
     def park(self, frame: CallFrame) -> None:
-        """Keep a call that has overtaken the greeting. Raises ValueError for more than may be."""
+        """Keep a call that has overtaken the HelloFrame. Raises ValueError if there are too many or too large ones."""
         if len(self.parked) >= self.endpoint.limits.slots:
             raise ValueError("more calls than there are slots, and no greeting")
         try:
@@ -389,7 +395,7 @@ class Link:
         self.parked.append(frame)
 
     def unpark(self) -> list[CallFrame]:
-        """Return the calls that have overtaken the greeting, and keep them no more."""
+        """Return the calls that have overtaken the HelloFrame, and forget them."""
         parked, self.parked = self.parked, []
         self.endpoint.budget.over(self.share, sum(map(kept_bytes, parked)))
         return parked
@@ -397,9 +403,9 @@ class Link:
     # Frames.
 
     def post(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
-        """Send a frame of at most so many bytes: with others of this turn of the loop, or `now`.
+        """Send a frame of at most `nbytes` bytes, together with the other frames of this turn of the loop, or `now`.
 
-        A peer is lost that does not take what waits for it.
+        If too many frames wait for the peer because it takes no messages, disconnect it.
         """
         if self.lost:
             return
@@ -413,12 +419,13 @@ class Link:
         elif not self._scheduled:
             self._scheduled = True
             self.endpoint.flush_later(self)
-        # Its own calls' slots and ours of it; of what it says, no more than this engine would use itself.
+        # Count the slots that this engine grants the peer, and this engine's calls in flight to the peer. The number of
+        # slots that the peer announces does not raise the bound.
         if len(self.unsent) > MAX_UNSENT * (self.endpoint.limits.slots + len(self.calls) + 64):
             self.peer.disconnect("it does not take the answers to its calls")
 
     def flush(self) -> None:
-        """Send the frames that wait."""
+        """Send the unsent frames."""
         self._scheduled = False
         if self._flushing:
             return
@@ -434,7 +441,8 @@ class Link:
     def _send_some(self) -> None:
         data, count = self.unsent.batch(self.room or LEAST_MESSAGE - 2 * FRAME_BYTES)
         while self._sending and self._sending[0].done():
-            # A message that did not arrive takes the ends of calls with it: who waits for those has to hear.
+            # A message that failed may have carried ends of calls. Its failure disconnects the peer, so that the peer's
+            # callers do not wait for these ends.
             self._sending.popleft().raise_failure()
         try:
             if len(self._sending) >= MAX_SENDING:
@@ -461,21 +469,21 @@ class Link:
         self.flush()
 
     def _give_up(self, error: aiote.AioteError) -> None:
-        """Lose a peer to which messages do not go any more; where it is lost already, the endpoint hears of it."""
+        """Disconnect a peer because sending to it failed. If it is lost already, an event tells the endpoint."""
         if not (self.peer.lost or self.endpoint.engine.closed):
-            # A connection that has just broken is nothing to report: whoever waits for a call hears of it.
+            # Do not report a connection that has just broken: the callers get its error.
             if not isinstance(error, aiote.TransferError | aiote.PeerError):
                 report(error)
             self.peer.disconnect("what this side has to say cannot be sent")
 
     def cancel(self, slot: int, generation: int) -> None:
-        """Tell the peer that nobody waits for a call any more."""
+        """Tell the peer that a call is cancelled."""
         self.post(Cancel(slot, generation), FRAME_BYTES, now=True)
 
     # The end.
 
     def end(self, reason: str) -> None:
-        """End all that waits for the peer, which is lost. Idempotent."""
+        """Drop the unsent frames and end every call and wait, because the peer is lost. Idempotent."""
         if self.lost:
             return
         self.lost = reason or "it was lost"

@@ -1,4 +1,4 @@
-"""Which of several servers takes the next call."""
+"""Choose which of several servers takes the next call, and keep the client connected to them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ from .link import Link
 __all__ = ["Chooser", "Members"]
 
 AGAIN_S = 5.0
-"""So long a member that could not be reached, or takes no calls, is left alone, then twice as long."""
+"""How long the client leaves a member alone that takes no calls or could not be reached. After each further failure
+to reach the member, this pause doubles, up to MOST_AGAIN_S.
+"""
 MOST_AGAIN_S = 320.0
 CONNECTING = 16
-"""So many members are connected at a time, and one of those at the same host and port: thousands of addresses that
-nobody answers take neither this engine's descriptors nor the turn of members elsewhere.
+"""How many connections the client opens at the same time, and only one of them to the same host and port. So thousands
+of addresses that do not answer neither use up this engine's descriptors nor delay members at other addresses.
 """
 CONNECTED = 512
-"""A client has no more members than these; the calls of many clients spread over all."""
+"""A client connects to at most this many members; the calls of many clients together still reach all members."""
 LOOK_S = 0.25
-"""How often a call that waits for a connection looks whether there are other members by now."""
+"""How often a call that waits for a connection asks for the current members."""
 COMPARED = 8
-"""Of so many members the one with the fewest calls is taken: choosing costs the same however many there are."""
+"""The client compares this many members and takes the one with the fewest calls, so the cost of choosing does not
+depend on the number of members.
+"""
 
 
 class Members(Protocol):
     """Several servers of one service."""
 
     async def addresses(self) -> Sequence[aiote.Address]:
-        """Return where they are reached now; wait while there are none.
+        """Return the addresses of the current members; wait while there are none.
 
-        It is awaited for each call. Nothing is looked through again while it returns the same object.
+        The client awaits this for each call. It examines the addresses again only when a different object is returned.
         """
 
 
 class Chooser:
-    """Chooses among members; `reach` returns the link to an address, greeted, or raises CallError."""
+    """Chooses among members. `reach` returns the link to an address after its handshake, or raises CallError."""
 
     def __init__(
         self, members: Members, endpoint: Endpoint, reach: Callable[[aiote.Address, str], Awaitable[Link]]
@@ -60,13 +64,15 @@ class Chooser:
         self._look_at = math.inf
         self._failure: Exception | None = None
         self._changed = Signal(endpoint.loop)
-        # Clients do not all begin with the same member.
+        # Begin at an index of this engine's own, so that not all clients begin with the same member.
         self._turn = int.from_bytes(endpoint.engine.address.identity[:2], "big")
 
     async def choose(self, method: str, avoid: Sequence[aiote.Address]) -> Link:
-        """Return the link to the member with the fewest calls of ours, one to avoid where there is no other.
+        """Return the link to the member with the fewest calls of this client.
 
-        Members are connected beside the calls: one that does not answer holds up none that has another to go to.
+        Return a member in `avoid` only if there is no other. Tasks of their own connect the members, so a member that
+        does not answer delays only the calls that have no other member to go to. Raises the last error of connecting,
+        or NotServedError if there are no members.
         """
         while True:
             addresses = await self._members.addresses()
@@ -87,7 +93,7 @@ class Chooser:
                 await self._changed.wait()
 
     def rest(self, link: Link, error: CallError) -> None:
-        """Leave a member alone for a while that takes no calls."""
+        """Leave a member alone for AGAIN_S if the error says that it takes no calls."""
         if isinstance(error, DrainingError | NotServedError):
             for address, known in self._links.items():
                 if known is link:
@@ -98,7 +104,7 @@ class Chooser:
         self._seen = None
 
     def _least(self) -> Link | None:
-        """Return the link with the fewest calls, those with equally many in turn."""
+        """Return the link with the fewest calls among COMPARED links; take equal ones in turn."""
         links = self._choices
         if not links:
             return None
@@ -108,7 +114,7 @@ class Chooser:
         return min(some, key=_calls)
 
     def _look(self, addresses: Sequence[aiote.Address], method: str) -> None:
-        """Take note of who is there, and connect whom we are not connected to."""
+        """Update the members from their current addresses, and connect to the new ones."""
         self._seen, wanted, now = addresses, set(addresses), anyio.current_time()
         self._again_at = {address: at for address, at in self._again_at.items() if at > now and address in wanted}
         self._look_at = min(self._again_at.values(), default=math.inf)
@@ -116,12 +122,12 @@ class Chooser:
         self._choices = [link for address, link in self._links.items() if address not in self._again_at]
         self._pauses = {address: pause for address, pause in self._pauses.items() if address in wanted}
         self._waiting = list(wanted - self._links.keys() - self._connecting - self._again_at.keys())
-        # Nobody registers an address in time to be the next of every client.
+        # In random order, so that an engine cannot time its registration to become the next choice of every client.
         random.shuffle(self._waiting)
         self._connect_some(method)
 
     def _connect_some(self, method: str) -> None:
-        """Connect those that wait for it, as many as may be at a time."""
+        """Connect to waiting members, up to CONNECTING at a time."""
         places = {(address.host, address.port) for address in self._connecting}
         left = []
         for address in self._waiting:

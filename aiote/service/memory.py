@@ -1,9 +1,9 @@
-"""Memory for what is too long for a message: lent to a peer, and borrowed from it.
+"""Manage the memory for bytes that are too long for a message: lent to a peer, borrowed from it, and staged for it.
 
-Each side lends the other some, in pieces of memory called *segments*, each by a lease of its own that ends with the
-peer. Who has borrowed a segment places what it sends in it, and takes a place again once the other side has read it:
-so nothing has to be asked for a single call, and a caller that is cancelled need not wait for its places. It gives a
-segment back in which nothing was placed for a while, and asks again when it needs one.
+Each side lends memory to the other in *segments*; each segment has a lease of its own, which ends with the peer. The
+borrower writes what it sends into a place in a segment, and reuses the place after the lender has read it. So a single
+call needs no request for memory, and a cancelled caller need not wait for its places. The borrower gives a segment back
+after the segment was idle for a while, and asks for a new one when it needs one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Share", "St
 ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
 SEGMENT_BYTES = 16 << 20
-"""A segment has as many bytes as are asked for in one piece, and at least as many as all before it, within these two:
-a peer that sends little costs little.
+"""A segment has at least the requested bytes and at least as many as the peer's segments before it together.
+FIRST_BYTES and SEGMENT_BYTES bound the second, so a peer that sends little costs little memory.
 """
 LEND_BYTES = 256 << 10
-"""Arrays to be filled, from this size on, are lent for the call and written in place; a lease costs 0.3 ms."""
+"""`Out` arrays from this size on are lent for the call and written in place; a lease costs 0.3 ms."""
 MAX_SEGMENTS = 64
-"""Of one peer, in one direction: each is a registration."""
+"""The most segments of one peer in one direction; each of them is a registration."""
 IDLE_S = 10.0
-"""A segment in which nothing was for at least so long, and at most twice as long, is given back."""
+"""A segment is given back after it was empty for this long at least, and for twice as long at most, in seconds."""
 SLOW_BYTES = 4 << 20
-"""More than so many bytes are registered beside the event loop: to pin them may take long."""
+"""Larger segments are registered without blocking the event loop, because pinning them may take long."""
 
 
 class Allocator:
-    """Places of one stretch of memory, first fit; `take` returns an offset or None."""
+    """Allocates places in one contiguous range of memory, first fit; all places are aligned to ALIGNMENT bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -51,7 +51,7 @@ class Allocator:
         self._used = True
 
     def take(self, nbytes: int) -> int | None:
-        """Take a place for so many bytes."""
+        """Take a place for `nbytes` bytes and return its offset; None if there is none."""
         need = _aligned(nbytes)
         self._used = True
         for index, length in enumerate(self._lengths):
@@ -65,18 +65,18 @@ class Allocator:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a place back that was taken."""
+        """Give a taken place back."""
         index = bisect.bisect_left(self._starts, offset)
         self._starts.insert(index, offset)
         self._lengths.insert(index, _aligned(nbytes))
-        # With its neighbours it makes one.
+        # Join the place with its free neighbours.
         for left in (index, index - 1):
             if 0 <= left < len(self._starts) - 1 and self._end(left) == self._starts[left + 1]:
                 self._lengths[left] += self._lengths[left + 1]
                 del self._starts[left + 1], self._lengths[left + 1]
 
     def idle(self) -> bool:
-        """Tell whether no place is taken, nor was since this was asked last."""
+        """Tell whether all memory is free now and was free at all times since the last call of this method."""
         used, self._used = self._used, False
         return not used and self.free
 
@@ -94,10 +94,10 @@ def _aligned(nbytes: int) -> int:
 
 
 class Share:
-    """What waits for one identity, in bytes: its calls that have not ended, and answers that it has not taken.
+    """The bytes that wait for one identity: its calls that have not ended, and the answers that it has not taken.
 
-    `refuse` is called where all have taken what there is, and this one the most of it; until its bytes are given back
-    it has no more.
+    `refuse` is called when the budget is used up and this identity has the largest share. The identity then gets no
+    more bytes until all of its bytes are given back.
     """
 
     def __init__(self) -> None:
@@ -107,27 +107,28 @@ class Share:
 
 
 class Budget:
-    """How much memory an engine spends on values under way, in all and for one peer: lent, staged, unfolded, waiting.
+    """The memory that an engine spends on values in flight, in all and for one peer: lent, staged, decoded and waiting.
 
-    What waits is charged to an identity, so that a peer that connects anew has what is left of its share.
+    Waiting bytes are charged to an identity, so a peer that reconnects has only what is left of its share.
     """
 
     def __init__(self, total: int, peer: int) -> None:
         self.total = total
         self.peer = peer
         self.used = self.waiting = 0
-        # What waits of those that were refused: it is about to be given back.
+        # The waiting bytes of refused identities, which are about to be given back.
         self._returning = 0
         self._shares: weakref.WeakValueDictionary[bytes, Share] = weakref.WeakValueDictionary()
 
     def share_of(self, identity: bytes) -> Share:
-        """Return the share of an identity, which lasts as long as somebody has it."""
+        """Return the share of an identity; the share exists as long as a reference to it does."""
         return self._shares.setdefault(identity, Share())
 
     def wait(self, share: Share, nbytes: int, most: int | None = None) -> None:
-        """Charge bytes that wait for a peer, `peer` at most by default. Raises BlockingIOError for more.
+        """Charge bytes that wait for a peer. Raises BlockingIOError beyond `most` bytes of it, by default `self.peer`.
 
-        Where all is used, the greediest is refused first, and this one if there is no greedier.
+        If this would exceed `total`, first refuse the identities with the largest shares. Raises BlockingIOError if no
+        other share is larger than this one would become.
         """
         most = self.peer if most is None else most
         if share.waiting + nbytes > most:
@@ -140,7 +141,7 @@ class Budget:
         self.waiting += nbytes
 
     def _refuse_greediest(self, least: int) -> None:
-        """Refuse whoever has the most. Raises BlockingIOError where nobody has more than so many bytes."""
+        """Refuse the identity with the largest share. Raises BlockingIOError unless it has more than `least` bytes."""
         greediest = max((one for one in self._shares.values() if not one.refused), key=lambda one: one.waiting)
         if greediest.waiting <= least or greediest.refuse is None:
             raise BlockingIOError(f"{self.waiting} bytes wait for peers, at most {self.total} may (total_bytes)")
@@ -149,7 +150,7 @@ class Budget:
         greediest.refuse()
 
     def over(self, share: Share, nbytes: int) -> None:
-        """Charge bytes no more that have waited."""
+        """Stop charging bytes that have waited."""
         share.waiting -= nbytes
         self.waiting -= nbytes
         if share.refused:
@@ -157,9 +158,10 @@ class Budget:
             share.refused = share.waiting > 0
 
     def take(self, nbytes: int, held: int, segments: int) -> int:
-        """Take a segment's bytes, for `nbytes` in one piece, for a peer that has `held` bytes in so many segments.
+        """Charge a segment that holds `nbytes` contiguous bytes, and return its size.
 
-        Raises BlockingIOError with the reason where there are none.
+        The peer has `held` bytes in `segments` segments already. Raises BlockingIOError with the reason if the segment
+        would exceed the limits.
         """
         least = _aligned(nbytes)
         size = max(least, min(SEGMENT_BYTES, max(FIRST_BYTES, held)))
@@ -177,14 +179,17 @@ class Budget:
         return size
 
     def charge(self, nbytes: int, held: int) -> None:
-        """Take bytes for the objects of a message, for a peer whose others have `held`. Raises BlockingIOError."""
+        """Charge `nbytes` for the decoded objects of a message. Raises BlockingIOError beyond the limits.
+
+        The objects of the peer's other messages have `held` bytes already.
+        """
         if held + nbytes > self.peer or self.used + nbytes > self.total:
             raise BlockingIOError(f"no room for values of about {nbytes} bytes as objects (peer_bytes, total_bytes)")
         self.used += nbytes
 
 
 class Lent:
-    """The segments that one peer may write to. `close` takes them back; what is in them can still be read."""
+    """The segments that one peer may write to. `close` takes them back; their bytes can still be read afterwards."""
 
     def __init__(self, engine: aiote.Engine, loop: EventLoop, peer: aiote.Peer, budget: Budget) -> None:
         self._engine, self._peer, self._budget = engine, peer, budget
@@ -195,12 +200,13 @@ class Lent:
         self.nbytes = 0
 
     async def lend(self, nbytes: int) -> tuple[int, int, bytes]:
-        """Lend one more segment, of at least so many bytes; return its number, length and descriptor.
+        """Lend one more segment of at least `nbytes` bytes; return its number, length and descriptor.
 
-        Raises BlockingIOError with the reason where there is no memory for it, ClosedError, FabricError.
+        Raises BlockingIOError with the reason if there is no memory for it, ClosedError if the peer is lost, and
+        FabricError.
         """
         while self._returning:
-            # What the peer has just given back counts until nobody can write there.
+            # A segment that the peer has just given back counts until the peer cannot write to it any more.
             await self._returned.wait()
         if self._closed:
             raise aiote.ClosedError("the peer is lost")
@@ -230,9 +236,9 @@ class Lent:
         return number, size, descriptor
 
     def returned(self, number: int) -> aiote.Region:
-        """Take note that the peer wants a segment no more; return what is to be closed by `take_back`.
+        """Record that the peer gives a segment back; return its region, which the caller passes to `take_back`.
 
-        Raises KeyError for a segment that there is not.
+        Raises KeyError for an unknown segment.
         """
         _, region = self._segments.pop(number)
         self.nbytes -= region.nbytes
@@ -240,7 +246,7 @@ class Lent:
         return region
 
     async def take_back(self, region: aiote.Region) -> None:
-        """Close what was returned, and count it no more."""
+        """Close a returned region, and stop charging it."""
         try:
             await region.aclose()
         finally:
@@ -251,7 +257,7 @@ class Lent:
             self._returned.set()
 
     def view(self, piece: Piece) -> memoryview:
-        """Return the bytes of a piece, read-only. Raises ValueError for what is none."""
+        """Return the bytes of a piece, read-only. Raises ValueError if the piece is not in a lent segment."""
         number, offset, nbytes = piece
         if number not in self._segments:
             raise ValueError(f"there is no lent memory {number}")
@@ -261,7 +267,7 @@ class Lent:
         return memory[offset : offset + nbytes]
 
     async def close(self) -> None:
-        """Take all segments back: nobody writes there any more when this returns."""
+        """Take all segments back; when this returns, the peer cannot write to them any more."""
         self._closed = True
         for _, region in tuple(self._segments.values()):
             await region.aclose()
@@ -271,7 +277,7 @@ class Lent:
 
 
 class _Turn:
-    """One who waits for a place."""
+    """A call of `place` in its queue."""
 
     __slots__ = ("waiter",)
 
@@ -280,7 +286,7 @@ class _Turn:
 
 
 class Borrowed:
-    """The segments that a peer has lent to us, and who waits for a place in them, first come, first served."""
+    """The segments that a peer lends to this engine, and the queue for places in them, first come, first served."""
 
     def __init__(
         self,
@@ -299,9 +305,9 @@ class Borrowed:
         self._end: Exception | None = None
 
     async def place(self, nbytes: int) -> tuple[Piece, aiote.RemoteRegion]:
-        """Take a place for so many bytes, waiting until there is one.
+        """Wait for a place of `nbytes` bytes and take it; return its piece and its remote memory.
 
-        Raises BlockingIOError with the reason where there will be none, and what `close` was given.
+        Raises BlockingIOError with the peer's reason if there will be no place, and the error of `close` after that.
         """
         turn = _Turn()
         self._line.append(turn)
@@ -321,7 +327,7 @@ class Borrowed:
             self._wake()
 
     def _wake(self) -> None:
-        """Have the first in line look again."""
+        """Let the first in the queue look again."""
         waiter = self._line[0].waiter if self._line else None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -336,7 +342,11 @@ class Borrowed:
         return None
 
     def _grow(self, nbytes: int) -> None:
-        """Ask for one more segment, once; where that is refused, wait for places, if they may ever suffice."""
+        """Ask for one more segment, once. If that is refused, wait for free places if a segment is large enough.
+
+        Otherwise give the free segments back and ask once more; without free segments, raise BlockingIOError with the
+        reason.
+        """
         if self._refused and nbytes < self._asked:
             self._asked, self._refused = 0, ""
         if not self._asked:
@@ -348,12 +358,12 @@ class Borrowed:
                 reason, self._asked, self._refused = self._refused, 0, ""
                 if not self._return([number for number, (one, _) in self.segments.items() if one.free]):
                     raise BlockingIOError(reason)
-                # There may be room for one large segment in place of small ones.
+                # After small segments are returned, there may be room for a large one.
                 self._asked = nbytes
                 self._ask(nbytes)
 
     def granted(self, number: int, nbytes: int, descriptor: bytes, reason: str) -> None:
-        """Take note of the answer to what was asked. Raises ValueError for what was not asked for, or is not its."""
+        """Take the answer to an Ask. Raises ValueError if there was no Ask, or if the memory does not fit it."""
         if not self._asked or self._refused:
             raise ValueError("memory is lent that nobody has asked for")
         if not descriptor:
@@ -367,17 +377,17 @@ class Borrowed:
         self._wake()
 
     def give(self, piece: Piece) -> None:
-        """Give a place back. Raises KeyError for one that is not taken."""
+        """Give a place back. Raises KeyError if it is not taken."""
         self._taken.remove(piece)
         number, offset, nbytes = piece
         self.segments[number][0].give(offset, nbytes)
         if self._refused:
-            # What was refused may be granted now: others have given back, too.
+            # Ask again: the peer may grant now what it refused, because memory may have been given back meanwhile.
             self._asked, self._refused = 0, ""
         self._wake()
 
     def sweep(self) -> None:
-        """Give back what nobody has used for a while."""
+        """Give idle segments back to the peer."""
         if self._return([number for number, (one, _) in self.segments.items() if one.idle()]) and self._refused:
             self._asked, self._refused = 0, ""
             self._wake()
@@ -390,7 +400,7 @@ class Borrowed:
 
     @property
     def taken_bytes(self) -> int:
-        """How many bytes are taken now."""
+        """The number of bytes that are taken now."""
         return sum(piece[2] for piece in self._taken)
 
     def close(self, error: Exception) -> None:
@@ -400,10 +410,10 @@ class Borrowed:
 
 
 class Staging:
-    """Memory of our own for arrays that a method fills for one peer, which never see another peer's bytes.
+    """This engine's memory for the arrays that a method fills for one peer; it never holds another peer's bytes.
 
-    A place is free again when nobody has the array any more: a thread that goes on behind a cancelled call writes
-    into nothing else.
+    A place becomes free when the last reference to its array is gone. So a thread that outlives a cancelled call cannot
+    write into another array.
     """
 
     def __init__(self, engine: aiote.Engine, loop: EventLoop, budget: Budget) -> None:
@@ -413,7 +423,7 @@ class Staging:
         self._closed = False
 
     def take(self, nbytes: int) -> tuple[NDArray[numpy.uint8], aiote.Region]:
-        """Return zeros, and their registration. Raises BlockingIOError with the reason where there is no room."""
+        """Return an array of zeros and its registration. Raises BlockingIOError with the reason if there is no room."""
         if self._closed:
             raise BlockingIOError("the peer is lost")
         for number, (allocator, memory, region) in self.segments.items():
@@ -435,12 +445,12 @@ class Staging:
         return self.take(nbytes)
 
     def _let_go(self, number: int, offset: int, nbytes: int) -> None:
-        # In whatever thread the last one had it. A loop that has ended needs no place.
+        # This runs in the thread that dropped the last reference. A loop that has ended needs no places.
         with suppress(RuntimeError):
             self._loop.call_from_thread(partial(self.segments[number][0].give, offset, nbytes))
 
     def sweep(self) -> None:
-        """Give up what nobody has used for a while."""
+        """Close idle segments."""
         for number in [number for number, (allocator, _, _) in self.segments.items() if allocator.idle()]:
             _, _, region = self.segments.pop(number)
             self._nbytes -= region.nbytes
@@ -451,7 +461,7 @@ class Staging:
         self._budget.used -= region.nbytes
 
     async def close(self) -> None:
-        """End the registrations, once no transfer uses them."""
+        """Wait until no transfer uses the segments, and end their registrations."""
         self._closed = True
         for _, _, region in tuple(self.segments.values()):
             await region.aclose()

@@ -1,4 +1,4 @@
-"""One call at the side that runs it."""
+"""One call at the server: it runs the method, brings results to the caller, and sends the items of a stream."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ __all__ = ["Running", "current_call"]
 MAX_TEXT = 4096
 BATCH_ITEMS = 64
 LONG_BYTES = 1 << 20
-"""Longer arguments are decoded in a thread: they would hold the event loop for tens of milliseconds."""
+"""Longer arguments are decoded in a thread, because decoding would block the event loop for tens of milliseconds."""
 RESULT_S = 60.0
-"""So long a result waits for a place in its caller's memory."""
+"""How long a result may wait for a place in its caller's memory, and be written there, before the peer is disconnected.
+"""
 
 
 _current: contextvars.ContextVar[Running] = contextvars.ContextVar("aiote service: current call")
 
 
 def current_call() -> CallInfo:
-    """Return the call that the current task runs: who calls, and what. Raises UsageError outside of a method."""
+    """Return the call that the current task runs: the method and its caller. Raises UsageError outside of a method."""
     running = _current.get(None)
     if running is None:
         raise aiote.UsageError("current_call: this is no method that another engine has called")
@@ -58,12 +59,12 @@ class _NoRoom(Exception):
 
 
 class Running:
-    """A call of another engine's, from its arrival to its end."""
+    """A call that another engine makes, from its arrival to its end."""
 
     def __init__(
         self, server: Server, link: Link, frame: CallFrame, method: Method, function: Callable[..., Any]
     ) -> None:
-        """Raise BlockingIOError where as much waits for its caller as may."""
+        """Charge the call to the caller's share. Raises BlockingIOError if the share, or the total, is used up."""
         self._waiting_bytes = kept_bytes(frame)
         link.endpoint.budget.wait(link.share, self._waiting_bytes)
         self.link, self.frame = link, frame
@@ -71,7 +72,7 @@ class Running:
         self._server, self._method, self._function = server, method, function
         self._task: LoopTask | None = None
         self._status_if_cancelled: int | None = None
-        # A callback asks, in which anyio does not know the loop.
+        # Use the loop's own clock: this runs in a callback of the loop, where anyio cannot find the loop.
         self._deadline = link.endpoint.loop.time() + frame.left if frame.left else math.inf
         self._parcels: list[Parcel] = []
         self.queued = self._ended = False
@@ -80,22 +81,22 @@ class Running:
 
     @property
     def info(self) -> CallInfo:
-        """Who calls, and what."""
+        """The method, its caller, and the trace of the call."""
         return CallInfo(self._method.name, self.link.peer, self.frame.context)
 
-    # Its life.
+    # From start to end.
 
     def start(self) -> None:
-        """Run it in a task."""
+        """Run the call in a task."""
         spawn = functools.partial(self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._after)
         self._task = self._server.context.run(spawn)
 
     def cancel(self) -> None:
-        """Cancel it: the caller wants no more of it, or is lost."""
+        """Cancel the call, because the caller has cancelled it or is lost."""
         self.stop(Status.CANCELLED)
 
     def stop(self, status: int) -> None:
-        """Cancel it, and say so by this status."""
+        """Cancel the call, and end it with this status. The first status counts; no effect after the end."""
         if self._ended:
             return
         if self._status_if_cancelled is None:
@@ -106,15 +107,16 @@ class Running:
             self._after()
 
     def credit(self, taken: int) -> None:
-        """Take note that the caller has taken so many items."""
+        """Record that the caller has taken the first `taken` items. Raises ValueError if fewer were sent."""
         if self._outgoing is not None:
             self._outgoing.credit(taken)
 
     def _after(self) -> None:
-        """Take note that its task has ended, even if that never began."""
+        """Record that the call's task has ended, even if it never began."""
         if not self._ended:
             self._end(Status.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
-        # The task's context knows this, and the stream does: cycles have the garbage collector come in every few calls.
+        # The task's context and the stream refer to this object. Break these cycles: with them, the garbage collector
+        # would run every few calls.
         self._task = self._outgoing = None
         self._server.over(self)
 
@@ -134,16 +136,16 @@ class Running:
         link.hand_over(parcel.pieces)
         size = FRAME_BYTES + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
         end = End(self.frame.slot, self.generation, status, parcel.body, parcel.pieces, parcel.outside, items)
-        # The last one of its peer does not wait for others that could travel with it.
+        # Send the end of the peer's last running call at once: no other end could travel in the same message.
         link.post(end, size, now=not link.running)
 
     async def _run(self) -> None:
-        """Run it to its end, whatever that is."""
+        """Run the method and send the call's End, however the method ends."""
         token = _current.set(self)
         try:
             parcel = await self._within_deadline()
         except anyio.get_cancelled_exc_class():
-            # What we cancelled is told by `_after`; a method that cancels itself has failed.
+            # `_after` sends the End of a call that `stop` cancelled. A method that cancels itself has failed.
             if self._status_if_cancelled is None:
                 self._end(Status.FAILED, self._described(RuntimeError("it was cancelled")))
         except _Invalid as error:
@@ -162,7 +164,7 @@ class Running:
         return Parcel(_described(error, self.link.room), [], False)
 
     async def _within_deadline(self) -> Parcel | None:
-        """Return the result on its way; None where the caller's time was up before."""
+        """Return the result's parcel, or None if the caller's deadline passed first."""
         if self._deadline == math.inf:
             return await self._call()
         with anyio.CancelScope(deadline=self._deadline):
@@ -176,7 +178,7 @@ class Running:
             return await self._proceed()
 
         async def proceed() -> Any:
-            # What an interceptor sees of the result is that there is one: it is on its way by then.
+            # An interceptor does not get the result itself: the result is already encoded or written to the caller.
             if self._parcels:
                 raise RuntimeError("an interceptor proceeds once")
             self._parcels.append(await self._proceed())
@@ -190,7 +192,7 @@ class Running:
         method, frame, link = self._method, self.frame, self.link
         try:
             body, take = link.opened(frame, frame.body, self._charge)
-            # With the arrays, which are copied here; one C call under the GIL decodes what is no array.
+            # Count the arrays, too, because decoding copies them. One C call decodes the rest and keeps the GIL.
             if len(body) + sum(length for _, _, length in frame.pieces) < LONG_BYTES:
                 bound = decode(method.read_arguments, body, take)
             else:
@@ -205,7 +207,7 @@ class Running:
         try:
             return await self._fill(bound, arguments)
         except anyio.get_cancelled_exc_class() as error:
-            # Frames that keep the error, as those of asyncio.TaskGroup do, would keep the arrays until a collection.
+            # A frame that keeps the error, as asyncio.TaskGroup does, would keep the arrays until a garbage collection.
             error.__traceback__ = None
             raise
 
@@ -218,13 +220,16 @@ class Running:
         self._unfolded_bytes = nbytes
 
     async def place(self, value: object) -> Parcel:
-        """Bring a result, or an item, on its way. A peer that gives it no place is lost: others wait for the room."""
+        """Encode a result or an item, and write its long parts into the caller's memory; return its parcel.
+
+        If the peer does not take it within RESULT_S, disconnect the peer, because other calls wait for the room.
+        """
         body, arrays = encode(value)
         parcel = self.link.inline(body, arrays)
         if parcel is not None:
             return parcel
-        # A result's length is known once it exists. While the results of a peer's calls exceed its share, none of its
-        # calls starts.
+        # The length of a result is known only once the result exists, so a peer's results may exceed its share here.
+        # While they do, the server starts none of the peer's calls.
         budget, nbytes = self.link.endpoint.budget, len(body) + sum(array.nbytes for array in arrays)
         budget.wait(self.link.share, nbytes, max(budget.peer, budget.total // 2))
         try:
@@ -237,7 +242,7 @@ class Running:
             self.link.peer.disconnect(f"it took no results for {RESULT_S:.0f} s")
         raise RuntimeError("the result could not be brought to the caller")
 
-    # Arrays of the caller's.
+    # The caller's arrays.
 
     async def _fill(self, bound: Any, arguments: list[Any]) -> Parcel:
         fields = bound.__struct_fields__
@@ -249,7 +254,7 @@ class Running:
             await out.write()
         return await self.place((result, [out.array for out in outs if out.remote is None]))
 
-    # Items of a stream.
+    # The items of a stream.
 
     async def _stream(self, items: AsyncIterator[Any]) -> Parcel:
         outgoing = self._outgoing = _Outgoing(self)
@@ -267,14 +272,14 @@ class Running:
 
 
 def _described(error: Exception, room: int) -> bytes:
-    """Return what the caller is told of an exception: the names of its classes, so that one may be known, its text."""
+    """Encode an exception for the caller: the names of its classes, so that the caller may know one, and its text."""
     names = [kind.__name__[:200] for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)][:8]
     text = str(error)[: min(MAX_TEXT, room // 8)]
     return msgspec.msgpack.encode((names, text.encode("utf-8", "replace").decode()))
 
 
 class _Filled:
-    """An array of the caller's that the method fills: in memory of ours, from where it is written."""
+    """A caller's array that the method fills: it lies in this engine's memory and is then written to the caller's."""
 
     def __init__(self, link: Link, spec: OutSpec, kind: Any) -> None:
         self._link = link
@@ -291,7 +296,7 @@ class _Filled:
         self.array: NDArray[Any]
 
     def open(self) -> NDArray[Any]:
-        """Return the array for the method. Raises for one that is too large."""
+        """Return the array for the method. Raises _Invalid if it should be lent and is not, _NoRoom without memory."""
         if self.remote is None:
             if self._nbytes >= LEND_BYTES:
                 raise _Invalid(f"an array of {self._nbytes} bytes is to be filled, and not lent")
@@ -306,7 +311,7 @@ class _Filled:
         return self.array
 
     async def write(self) -> None:
-        """Write it to the caller, if it is lent."""
+        """Write the array to the caller's array, if that is lent; otherwise the End carries it."""
         if self.remote is not None:
             endpoint = self._link.endpoint
             await endpoint.engine.write(self._region, self.remote)
@@ -314,7 +319,7 @@ class _Filled:
 
 
 class _Outgoing:
-    """The items of a stream on their way, as many ahead of their reader as both sides allow."""
+    """The outgoing items of a stream: sends items and stays ahead of the reader only as far as both sides allow."""
 
     def __init__(self, running: Running) -> None:
         self._running, self._link = running, running.link
@@ -332,7 +337,7 @@ class _Outgoing:
         self.sent = 0
 
     async def send(self, item: object) -> None:
-        """Send an item, once the reader is near enough."""
+        """Send an item as soon as the reader has taken enough of the earlier items."""
         link = self._link
         while self._sizes and (len(self._sizes) >= self._most_items or self._unread_bytes >= self._most_bytes):
             self.flush()
@@ -362,7 +367,7 @@ class _Outgoing:
         self.flush()
 
     def flush(self) -> None:
-        """Send what has been gathered."""
+        """Send the gathered items."""
         if self._batch:
             self._post(Parcel(b"", [], False))
 
@@ -376,7 +381,7 @@ class _Outgoing:
         self._link.post(items, size)
 
     def credit(self, taken: int) -> None:
-        """Take note of what the reader has taken."""
+        """Record that the reader has taken the first `taken` items. Raises ValueError if fewer were sent."""
         if taken > self.sent:
             raise ValueError(f"{taken} items of a stream are taken, of {self.sent}")
         while self._taken < taken:

@@ -1,4 +1,4 @@
-"""Serving: calls of other engines, run as tasks of this one."""
+"""Serve methods: run the calls of other engines as tasks of this engine, and bound and queue them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from .running import Running
 __all__ = ["Health", "HealthStatus", "Server", "serve"]
 
 EACH = 64
-"""So many calls of one engine may run in any case; beyond, it has no more places than it leaves free."""
+"""One engine may run up to this many calls while a place is free. Beyond that, it starts another call only while it
+runs fewer calls than there are free places.
+"""
 
 
 class HealthStatus(msgspec.Struct, frozen=True):
-    """How an engine's servers do: whether all take new calls, how many run, and how many wait."""
+    """The state of an engine's servers: whether all take new calls, how many calls run, and how many wait."""
 
     serving: bool
     running: Number
@@ -36,11 +38,11 @@ class HealthStatus(msgspec.Struct, frozen=True):
 
 
 class Health(Service):
-    """Every engine that serves anything answers this one, too."""
+    """The service that every serving engine answers in addition to its own."""
 
     @method(idempotent=True)
     async def check(self) -> HealthStatus:
-        """Return how its servers do."""
+        """Return the state of the engine's servers."""
         raise NotImplementedError
 
 
@@ -54,12 +56,12 @@ class _Health(Health):
     async def check(self) -> HealthStatus:
         servers = [server for server in self._endpoint.servers if isinstance(server, Server)]
         serving = not any(server.draining for server in servers)
-        # Not this very call.
+        # Do not count this very call.
         return HealthStatus(serving, sum(one.running for one in servers) - 1, sum(one.queued for one in servers))
 
 
 class Server:
-    """What `serve` runs. `calls` counts what was started, `refused` what did not run."""
+    """The server that `serve` runs. `calls` counts the calls that it started, `refused` those that did not run."""
 
     def __init__(self, endpoint: Endpoint, services: Sequence[Service], interceptors: Sequence[Interceptor]) -> None:
         self.endpoint = endpoint
@@ -76,22 +78,22 @@ class Server:
         self._held = Counter[bytes]()
         self._queues: dict[bytes, deque[Running]] = {}
         self._changed = Signal(endpoint.loop)
-        # Calls see what is set around `serve`, not what the first caller of this engine's clients had set.
+        # Calls run in the context of `serve`, not in the context in which this engine's endpoint was made.
         self.context = contextvars.copy_context()
 
     @property
     def methods(self) -> Collection[str]:
-        """The names of the methods that it serves."""
+        """The names of the methods that this server answers."""
         return self._methods.keys()
 
     @property
     def running(self) -> int:
-        """How many calls run now."""
+        """The number of calls that run now."""
         return len(self._running)
 
     @property
     def queued(self) -> int:
-        """How many calls wait for others to end."""
+        """The number of calls that wait in the queue."""
         return sum(map(len, self._queues.values()))
 
     def call(self, link: Link, frame: CallFrame) -> None:
@@ -118,7 +120,7 @@ class Server:
         take(running)
 
     def _may_start(self, link: Link) -> bool:
-        """Whether a call of a peer may run now: some places stay free for those who have fewer."""
+        """Tell whether a call of a peer may run now: some places stay free for peers that run fewer calls."""
         budget, free = self.endpoint.budget, self.endpoint.limits.calls - len(self._running)
         held = self._held[link.identity]
         return free > 0 and held < max(EACH, free) and link.share.waiting <= budget.peer
@@ -129,8 +131,10 @@ class Server:
         self._queues.setdefault(running.link.identity, deque()).append(running)
 
     def _make_room(self, link: Link, nbytes: int) -> bool:
-        """Refuse the last call of whoever has the most in the queue; return False where that is this peer, or where
-        its own share has no room for so many bytes.
+        """Refuse the last call of the identity with the most calls in the queue; tell whether this made room.
+
+        Return False if no other identity has at least two calls more in the queue than this peer, or if this peer's
+        share has no room for `nbytes`.
         """
         if link.share.waiting + nbytes > self.endpoint.budget.peer:
             return False
@@ -155,7 +159,7 @@ class Server:
         running.start()
 
     def over(self, running: Running) -> None:
-        """Take note that a call has ended, and start the next; called once for each."""
+        """Record that a call has ended, and start waiting calls. Called once for each call."""
         identity = running.link.identity
         if running.queued:
             self._dequeue(identity, running)
@@ -169,7 +173,7 @@ class Server:
             self._changed.set()
 
     def start_waiting(self) -> None:
-        """Start the calls of the queue that may run now."""
+        """Start the queued calls that may run now."""
         while not self._closed and (after := self._next()) is not None:
             self._dequeue(after.link.identity, after)
             self._start(after)
@@ -181,23 +185,27 @@ class Server:
             del self._queues[identity]
 
     def _next(self) -> Running | None:
-        """Return the first call in the queue of whoever has the fewest that run."""
+        """Return the next queued call: the first one of the identity with the fewest running calls; None for none."""
         if not self._queues or len(self._running) >= self.endpoint.limits.calls:
             return None
         ready = [queue[0] for queue in self._queues.values() if self._may_start(queue[0].link)]
         return min(ready, key=lambda running: self._held[running.link.identity], default=None)
 
     async def drain(self) -> None:
-        """Take no new calls, and wait until those that run or wait have ended; the caller's scope bounds it.
+        """Take no new calls, and wait until the running and queued calls have ended. The caller's scope bounds the
+        wait.
 
-        Callers of new ones get DrainingError; those of a registry's members go elsewhere.
+        New calls are refused with DrainingError; a client of several members then takes another member.
         """
         self.draining = True
         while self._running or self._queues:
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Cancel every call and wait until all have ended; their callers get CallLostError."""
+        """Cancel every call and wait until all have ended.
+
+        Callers of running calls get CallLostError, callers of queued calls get DrainingError.
+        """
         self.draining = self._closed = True
         for running in [one for queue in self._queues.values() for one in queue]:
             running.stop(Status.DRAINING)
@@ -213,10 +221,11 @@ async def serve(
 ) -> AsyncIterator[Server]:
     """Serve objects to other engines for the length of an `async with`; calls run as tasks beside the body.
 
-    `limits` bound what is spent on calls; they are the engine's, for its own calls, too, and are set once.
-    `interceptors` run around each call, the first outermost. At the end running calls are cancelled: `await
-    server.drain()` before lets them end. An engine may serve several times, each time other services. Raises UsageError
-    for a service whose annotations do not do, or that the engine serves already.
+    `limits` bound the resources that the engine spends on calls. They belong to the engine, hold for the calls that it
+    makes as well, and are set once. `interceptors` run around each call; the first one is outermost. At the end,
+    running calls are cancelled; `await server.drain()` before the end lets them complete. An engine may serve several
+    times, each time other services. Raises UsageError for a service whose annotations cannot be used, for a service
+    that the engine serves already, and for other limits than were set before.
     """
     endpoint = Endpoint.of(engine, limits)
     server = Server(endpoint, services, interceptors)

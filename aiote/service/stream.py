@@ -1,4 +1,6 @@
-"""The items of a stream at the side that reads them."""
+"""A stream at the client: receive its items in any order, return them in order, and tell the server how far it was
+read.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ Ended: TypeAlias = Callable[[Exception | None], object]
 
 
 class Incoming(UnderWay):
-    """A stream that is under way: what has come of it, in whatever order, and how far it was read.
+    """A stream in flight: the items that have arrived, in any order, and how many of them the reader has taken.
 
-    Items are read when they come, so that none keeps a place in memory that others of this peer wait for.
+    Items are decoded on arrival, so that no item keeps a place in lent memory for which other calls of this peer wait.
     """
 
     __slots__ = (
@@ -58,17 +60,17 @@ class Incoming(UnderWay):
         self._damage: RemoteError | None = None
 
     def ended(self, end: End | None, reason: str) -> None:
-        """Take the end; every item before it has come."""
+        """Take the end. Every item before it has arrived."""
         self.end, self.reason = end, reason
         if self.abandoned and end is not None:
             self.link.free(end.pieces)
         self._wake()
 
     def items(self, frame: Items) -> None:
-        """Take items. Raises ValueError for what cannot be."""
+        """Take items. Raises ValueError if they violate the protocol or exceed the limits of the stream."""
         limits = self.link.endpoint.limits
         last = frame.first + len(frame.bodies)
-        # Of one that is left nobody counts what is read; the server hears of that soon.
+        # An abandoned stream has no reader, so count arrived items as taken. The server receives the Cancel soon.
         most = (self.arrived if self.abandoned else self._taken) + limits.stream_items
         if not frame.bodies or frame.first < self._received or last > most or frame.first in self._frames:
             raise ValueError(f"items {frame.first} to {last} of a stream that was read up to {self._taken}")
@@ -84,7 +86,7 @@ class Incoming(UnderWay):
         sizes = [len(body) + pieces for body in frame.bodies]
         self._unread += sum(sizes)
         self._largest = max(self._largest, *sizes)
-        # The server sends one more while it is below the limit, however large that is.
+        # While below the limit, the server sends one more item of any size. So the largest item does not count.
         if self._unread - self._largest > limit:
             raise ValueError(f"{self._unread} bytes of a stream that nobody has read yet")
         kept: list[Any] = []
@@ -102,7 +104,7 @@ class Incoming(UnderWay):
         self._wake()
 
     def _charge(self, nbytes: int) -> None:
-        """Count the objects of an item that nobody has read yet."""
+        """Count the objects of an item until it is read. Raises ValueError if the unread items have too many."""
         if self._unfolded + nbytes > UNFOLDING * self.link.endpoint.limits.message_bytes:
             raise ValueError(f"items that nobody has read yet take about {self._unfolded + nbytes} bytes as objects")
         self._unfolded += nbytes
@@ -114,7 +116,7 @@ class Incoming(UnderWay):
             self.link.endpoint.wake(self._waiter)
 
     def listen(self, hear: Hear, ended: Ended) -> None:
-        """Have functions called with what comes from now on."""
+        """Call `hear` with each item, those that have arrived as well, and `ended` at the end; see `Stream.listen`."""
         self._listener = hear, ended
         self._tell(hear, ended)
 
@@ -130,7 +132,10 @@ class Incoming(UnderWay):
             ended(self._damage or self._outcome())
 
     async def next(self) -> Any:
-        """Return the next item. Raises StopAsyncIteration, CallError, what the method says."""
+        """Return the next item.
+
+        Raises StopAsyncIteration at the end, CallError, and the exceptions that the method declares in `raises`.
+        """
         while not self._ready:
             if self.end is not None or self.reason:
                 raise self._outcome() or StopAsyncIteration
@@ -139,12 +144,13 @@ class Incoming(UnderWay):
         return self._take()
 
     def _take(self) -> Any:
-        """Return the next item, which is here. Raises RemoteError for one that is none."""
+        """Return the next item, which has arrived. Raises RemoteError if the item could not be decoded."""
         item, size, unfolded = self._ready.popleft()
         self._taken += 1
         self._unread -= size
         self._unfolded -= unfolded
-        # Half of what the server may be ahead, or all that there is: it may be ahead by less.
+        # Send a Credit after half of the items that the server may be ahead, or when no item is left: the server's own
+        # limit may be lower.
         if self.end is None and (self._taken - self._told >= self._half or not self._ready):
             self._told = self._taken
             self.link.post(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
@@ -157,13 +163,13 @@ class Incoming(UnderWay):
         return self.link.endpoint.limits.stream_items // 2
 
     async def over(self) -> None:
-        """Wait until it has ended at the server, or its peer is lost."""
+        """Wait until the method has ended at the server, or the peer is lost."""
         while self.end is None and not self.reason:
             self._waiter = self.link.endpoint.loop.waiter()
             await self._waiter
 
     def _outcome(self) -> Exception | None:
-        """Return what it has ended with, None where that is its last item."""
+        """Return the error with which the stream has ended; None if it ended after its last item."""
         if self.end is None:
             return CallLostError(self._method.name, self.reason, "perhaps")
         if self.end.status != Status.DONE:
@@ -171,7 +177,7 @@ class Incoming(UnderWay):
         return None
 
     def abandon(self) -> None:
-        """Have the peer cancel it, and drop what has come."""
+        """Cancel the stream at the peer, and drop the items that have arrived."""
         super().abandon()
         self._frames.clear()
         self._ready.clear()
@@ -180,10 +186,10 @@ class Incoming(UnderWay):
 class Stream(AsyncIterator[Any]):
     """The items of a stream, for one reader: `async for item in client.tokens(...)`.
 
-    It begins with the first item that is awaited. The server is ahead of the reader by no more than `stream_items` and
-    `stream_bytes`. A stream that is left is cancelled at the server: by `close`, at the end of an `async with`, when
-    nobody has it any more, and when a wait for an item is cancelled or raises. None of these waits; `aclose` does,
-    until the method has ended there.
+    The call begins when the first item is awaited. The server stays ahead of the reader by no more than `stream_items`
+    and `stream_bytes`. Each of these cancels the stream at the server, without waiting: `close`, the end of an `async
+    with`, the loss of the last reference to the stream, and a wait for an item that is cancelled or raises. `aclose`
+    cancels it and waits until the method has ended at the server.
     """
 
     def __init__(
@@ -210,7 +216,7 @@ class Stream(AsyncIterator[Any]):
             self._reading = False
 
     async def _first(self) -> Any:
-        """Begin, and return the first item; begin again, perhaps elsewhere, where that is refused."""
+        """Begin the call and return the first item; begin again, perhaps at another member, if `_again` allows it."""
         avoid: list[Address] = []
         for attempt in itertools.count(1):
             self._incoming = None
@@ -224,12 +230,12 @@ class Stream(AsyncIterator[Any]):
         raise AssertionError
 
     async def listen(self, hear: Hear, ended: Ended) -> None:
-        """Begin it, and have functions called instead of reading it; return when the call is on its way.
+        """Begin the call and have functions called instead of reading the stream; return when the call is sent.
 
-        `hear` is called with each item, and `ended` once, when the method has ended at the server or the peer is lost:
-        with None, or what reading would have raised. They are callbacks of the event loop, in no task, and must not
-        raise. A stream that is listened to may be forgotten; `close` cancels it. Raises CallError for a call that did
-        not run. Cancelling the wait sends nothing.
+        `hear` is called with each item. `ended` is called once, when the method has ended at the server or the peer is
+        lost: with None, or with the error that reading would have raised. Both are called in callbacks of the event
+        loop, outside of any task, and must not raise. The caller need not keep a reference to the stream; `close`
+        cancels it. Raises CallError if the call did not run. Cancelling the wait sends nothing.
         """
         if self._over or self._reading or self._incoming is not None:
             raise UsageError("a stream has one reader, who begins it")
@@ -240,22 +246,22 @@ class Stream(AsyncIterator[Any]):
         incoming.listen(hear, ended)
 
     def close(self) -> None:
-        """Have no more of it. Idempotent; waits for nothing."""
+        """Cancel the stream at the server and drop its items, without waiting. Idempotent."""
         self._over = True
         if self._incoming is not None:
             self._incoming.abandon()
 
     async def aclose(self) -> None:
-        """Have no more of it, and return when its method has ended at the server, or the peer is lost.
+        """Cancel the stream, and wait until its method has ended at the server, or the peer is lost.
 
-        Cancelling the wait loses nothing: the stream is cancelled there, and this can be called again. Idempotent.
+        If the wait is cancelled, the stream is cancelled all the same, and `aclose` can be called again. Idempotent.
         """
         self.close()
         if self._incoming is not None:
             await self._incoming.over()
 
     def __del__(self) -> None:
-        # In whatever thread, and in the midst of whatever: the loop does it when it comes round.
+        # This may run in any thread and between any two steps, so leave it to the loop's next turn.
         if self._incoming is not None and not (self._over or self._listened):
             with suppress(RuntimeError):
                 self._incoming.link.endpoint.loop.call_from_thread(self._incoming.abandon)

@@ -1,4 +1,4 @@
-"""Frames that wait for their peer to take messages, and how much of its share they are."""
+"""Keep the frames that wait until their peer takes messages, and charge their bytes to the peer's share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .memory import Budget, Share
 __all__ = ["Unsent"]
 
 CROWDED_BYTES = 4 << 20
-"""Streams go on when fewer bytes of frames wait for their peer."""
+"""Streams pause while at least this many bytes of frames wait for their peer."""
 
 
 class Unsent:
     """The frames of one link that are not sent yet.
 
-    `ends` are the slots of calls whose ends are among them: the peer cannot know that it may use them again.
+    `ends` holds the slots whose End is among these frames: the peer cannot know yet that it may use them again.
     """
 
     def __init__(self, loop: EventLoop, budget: Budget, share: Share) -> None:
@@ -30,14 +30,17 @@ class Unsent:
         return len(self._frames)
 
     def put(self, frame: Frame, nbytes: int) -> None:
-        """Have a frame wait, of at most so many bytes. Raises BlockingIOError where the peer's share is used up."""
+        """Queue a frame of at most `nbytes` bytes. Raises BlockingIOError if the peer's share is used up."""
         self._budget.wait(self._share, nbytes)
         self._frames.append(frame)
         self._sizes.append(nbytes)
         self._nbytes += nbytes
 
     def batch(self, limit: int) -> tuple[bytes, int]:
-        """Return a message of at most so many bytes, unless one frame has more, and how many frames it is."""
+        """Return a message of the first frames, and the number of these frames.
+
+        The message has at most `limit` bytes, unless its first frame alone is longer.
+        """
         count, total = 1, self._sizes[0]
         while count < len(self._frames) and total + self._sizes[count] <= limit:
             total += self._sizes[count]
@@ -45,7 +48,7 @@ class Unsent:
         return pack(self._frames[:count]), count
 
     def sent(self, count: int) -> None:
-        """Record that the first frames were sent."""
+        """Record that the first `count` frames were sent."""
         nbytes = sum(self._sizes[:count])
         self._nbytes -= nbytes
         self._budget.over(self._share, nbytes)
@@ -58,14 +61,14 @@ class Unsent:
 
     @property
     def crowded(self) -> bool:
-        """Whether much waits for the peer already."""
+        """Whether at least CROWDED_BYTES of frames wait for the peer."""
         return self._nbytes >= CROWDED_BYTES
 
     async def uncrowded(self) -> None:
-        """Wait while it is crowded."""
+        """Wait until fewer than CROWDED_BYTES of frames wait for the peer."""
         while self.crowded:
             await self._drained.wait()
 
     def close(self) -> None:
-        """Drop all."""
+        """Drop all frames."""
         self.sent(len(self._frames))

@@ -1,4 +1,4 @@
-"""The simulated network as tests use it: it opens engines, breaks their NICs, and says what happened."""
+"""The simulated network as tests use it: it opens engines, breaks their NICs, and records events."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SECOND = 1_000_000_000
 
 
 class Happened(NamedTuple):
-    """One thing that happened: when (seconds), what, on which NIC of which engine, with which operation.
+    """One event: its time (seconds), its kind, the engine, its NIC, the operation.
 
     `what`: post, place (a piece of the payload is in memory), deliver (the immediate or the message is), complete,
-    fail, open and close (of an endpoint), fault. `status` is a negative error number; of a post the opcode, of a fault
-    the state.
+    fail, open and close (of an endpoint), fault. `status` is a negative error number, but the opcode of a post, and the
+    state of a fault.
     """
 
     time: float
@@ -44,7 +44,7 @@ class Happened(NamedTuple):
 
 
 def running_virtual_loop() -> VirtualLoop | None:
-    """Return the loop that runs the caller, if its time is virtual."""
+    """Return the running event loop if its time is virtual, else None."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -53,7 +53,7 @@ def running_virtual_loop() -> VirtualLoop | None:
 
 
 class FabricOpening:
-    """What `open_engine` returns: as aiote's own."""
+    """The object that `open_engine` returns. It can be awaited or entered, as that of `aiote.open_engine`."""
 
     def __init__(self, fabric: Fabric, rails: Iterable[str] | None, config: aiote.EngineConfig | None) -> None:
         self._fabric = fabric
@@ -82,11 +82,11 @@ class FabricOpening:
 
 
 class Fabric:
-    """A simulated network: the same seed, and the same use of it in virtual time, give the same events.
+    """A simulated network. The same seed, and the same calls in virtual time, give the same events.
 
-    `rails` NICs for each engine, named sim0, sim1 and so on, all of one `model` or each of its own. As a context
-    manager it is the network of `open_engine("sim")`, and is closed at the end; without that it is `open_engine`'s
-    own, to be closed by `close`. `remembered` events are kept for `trace`.
+    Each engine has `rails` NICs, named sim0, sim1 and so on, all of one `model` or each of its own model. As a context
+    manager the fabric is the network of `open_engine("sim")`, and is closed at the end. Otherwise only its own
+    `open_engine` uses it, and the caller closes it by `close`. `trace` returns up to `remembered` events.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Fabric:
         model: NicModel | Sequence[NicModel] = UNRULY,
         remembered: int = 100_000,
     ) -> None:
-        """Describe the network; it begins with the first engine. Raises UsageError."""
+        """Describe the network; it is made when the first engine is opened. Raises UsageError."""
         models = [model] * (rails or 1) if isinstance(model, NicModel) else list(model)
         if not 1 <= len(models) <= MAX_RAILS or rails not in (None, len(models)):
             raise UsageError(f"rails={rails!r} with {len(models)} models: from 1 to {MAX_RAILS} rails, a model each")
@@ -134,13 +134,13 @@ class Fabric:
             self.network.close()
 
     def close(self) -> None:
-        """End the network. Raises UsageError while an engine is open on it. Idempotent."""
+        """Close the network. Raises UsageError while an engine is open on it. Idempotent."""
         try:
             self.network.close()
         except RuntimeError as failure:
             raise UsageError(f"the fabric: {failure}; close the engines first") from failure
 
-    # What happens to NICs.
+    # Faults of NICs and hosts.
 
     def rail(self, engine: aiote.Engine, rail: int | str = 0) -> SimRail:
         """Return an engine's NIC, by its number or its name. Raises UsageError."""
@@ -159,18 +159,18 @@ class Fabric:
         at: float | None = None,
         after: int | None = None,
     ) -> None:
-        """Let a NIC die: now, `at` a time in seconds, or `after` so many more events.
+        """Kill a NIC: now, `at` a time in seconds, or `after` that many more events.
 
-        What is under way over it, from either side, ends with an error, though some of it may have arrived; endpoints
-        on it are of no use from then on. `silently`: nothing is told to anybody, and all of it goes on if the NIC is
-        restored before the endpoints are closed.
+        Operations in flight over it, from either side, end with an error, though some of their bytes may have arrived;
+        endpoints on it are unusable from then on. `silently`: neither side gets an error, and all operations continue
+        if the NIC is restored before the endpoints are closed.
         """
         self._change(engine, rail, "silent" if silently else "broken", at, after)
 
     def restore_rail(
         self, engine: aiote.Engine, rail: int | str = 0, *, at: float | None = None, after: int | None = None
     ) -> None:
-        """Bring a NIC back: new endpoints on it work, and so do old ones if it was only silent."""
+        """Restore a NIC. New endpoints on it work, and so do old ones if the NIC was only silent."""
         self._change(engine, rail, "up", at, after)
 
     def _change(self, engine: aiote.Engine, rail: int | str, state: str, at: float | None, after: int | None) -> None:
@@ -185,7 +185,7 @@ class Fabric:
         at: float | None = None,
         after: int | None = None,
     ) -> None:
-        """Let everything that comes to a NIC arrive `by` so many seconds later; 0 ends that."""
+        """Delay all arrivals at a NIC `by` that many seconds; 0 ends the delay."""
         self.rail(engine, rail).device.slow(round(by * SECOND), self._when(at), after)
 
     @staticmethod
@@ -193,22 +193,24 @@ class Fabric:
         return None if at is None else round(at * SECOND)
 
     def crash(self, engine: aiote.Engine) -> None:
-        """Let an engine's process die: its NICs fall silent, its connections are reset, and nobody is told more."""
+        """Crash an engine's process: its NICs fall silent without an error to peers, and its connections are reset."""
         for rail in engine._runtime.rail_set.rails:
             self.kill_rail(engine, rail.index, silently=True)
         engine.abort()
 
     def partition(self, engine: aiote.Engine) -> None:
-        """Partition an engine's host: its NICs are silent, and its connections carry nothing; nobody is told.
+        """Partition an engine's host: its NICs are silent and its connections carry no bytes, without an error on any
+        side.
 
-        In virtual time alone. Both sides live on, and hear no more of each other. Raises UsageError.
+        It works only in virtual time. Both sides continue to run, but receive nothing from each other. Raises
+        UsageError.
         """
         self._hold(engine, held=True)
         for rail in engine._runtime.rail_set.rails:
             self.kill_rail(engine, rail.index, silently=True)
 
     def heal(self, engine: aiote.Engine) -> None:
-        """End a partition: what was held up goes on. Raises UsageError."""
+        """End a partition, and let held bytes and operations continue. Raises UsageError."""
         self._hold(engine, held=False)
         for rail in engine._runtime.rail_set.rails:
             self.restore_rail(engine, rail.index)
@@ -226,7 +228,7 @@ class Fabric:
                 else:
                     transport.heal()
 
-    # What happened.
+    # Time and events.
 
     @property
     def now(self) -> float:
@@ -235,14 +237,14 @@ class Fabric:
 
     @property
     def events(self) -> int:
-        """How many things have happened: stages of operations, timers, faults."""
+        """The number of events so far: stages of operations, timers, faults."""
         return self.network.world.events
 
     @property
     def digest(self) -> str:
-        """A digest of everything that happened, with its times where they are virtual."""
+        """A digest of all events, including their times if time is virtual."""
         return f"{self.network.world.digest:016x}"
 
     def trace(self) -> list[Happened]:
-        """Return what happened, from the first on, at most as much as is `remembered`."""
+        """Return the events from the first one on, at most `remembered` of them."""
         return [Happened(entry[0] / SECOND, *entry[1:]) for entry in self.network.world.seen()]

@@ -1,8 +1,8 @@
-"""What simulated NICs are like.
+"""Models of simulated NICs.
 
-A NIC is busy with one operation for `operation_us` and `bytes / gbps`, joined by `overlap`; what it has sent is in the
-other side's memory `latency_us` later, and that is known here `answer_us` after that. `jitter_us` is the most that is
-drawn on top of each of these, independently, and that alone changes the order of things.
+A NIC is busy with one operation for `operation_us` and `bytes / gbps`, combined by `overlap`. The sent bytes are in the
+other side's memory `latency_us` later, and the sender learns that `answer_us` after that. A random delay of at most
+`jitter_us` is added to each of these times, independently; only jitter changes the order of events.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MAX_PIECES = MAX_SGE = 4
 class NicModel:
     """A kind of NIC; times in microseconds.
 
-    name: for people. gbps: what it carries of payload (0: any amount at once); speed_gbps: what its label says.
-    operation_us: its time for an operation of no bytes, the inverse of its message rate. overlap: how well that and the
-    bytes overlap, time = (operation^x + bytes^x)^(1/x), 0 for perfectly. queue: operations that an endpoint takes
-    before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload
-    is placed in, in any order. max_sge: the most SGEs of one operation (tcp and shm of libfabric take 4, NICs 1).
-    refusals: the share of posts that are refused for now without a reason. lingers: what has left a NIC arrives though
-    its endpoint was closed meanwhile, as bytes on a wire do. forgets_us: an immediate is reported up to so long after
-    it came, and never where the endpoint is closed meanwhile: EFA drops what its queues hold. packet_bytes: a NIC sends
-    so many bytes of each of its writes in turn, as RDMA NICs do with their queue pairs, 0 for one write after the
-    other. null: every operation ends at once, and nothing is moved.
+    name: for people. gbps: the payload that it carries (0: any amount at once); speed_gbps: its nominal speed.
+    operation_us: its time for an operation without bytes, the inverse of its message rate. overlap: how well that time
+    and the bytes' time overlap, time = (operation^x + bytes^x)^(1/x), 0: perfectly. queue: operations that an endpoint
+    accepts before it refuses more; events: arrivals that are not yet polled before further ones wait. pieces: the most
+    pieces that a payload is placed in, in any order. max_sge: the most SGEs of one operation (tcp and shm of libfabric
+    accept 4, NICs 1). refusals: the share of posts that are refused temporarily at random. lingers: bytes that have
+    left a NIC arrive even if its endpoint is closed meanwhile, as on a wire. forgets_us: an immediate is reported up to
+    this time after it came, and never if the endpoint is closed meanwhile, because EFA drops the contents of its
+    queues. packet_bytes: a NIC sends this number of bytes of each of its writes in turn, as RDMA NICs do with their
+    queue pairs; 0: one write after the other. null: every operation ends at once, and no bytes are moved.
     """
 
     name: str
@@ -64,7 +64,7 @@ class NicModel:
             raise UsageError(f"an operation has from 1 to {MAX_SGE} SGEs, not {self.max_sge}")
 
     def nic(self, index: int) -> SimNic:
-        """Return what the simulated network takes for NIC `index` of a host."""
+        """Return the description of NIC `index` of a host for the simulated network."""
         numbers: dict[str, float] = {
             "latency": round(self.latency_us * 1000),
             "answer": round(self.answer_us * 1000),
@@ -88,10 +88,10 @@ class NicModel:
 UNRULY = NicModel(
     name="unruly", latency_us=2, answer_us=1, jitter_us=20, queue=64, events=64, pieces=4, refusals=1 / 128
 )
-"""No NIC that there is: it puts everything in any order, in pieces, with short queues. For tests."""
+"""Not modelled on a real NIC: it reorders everything, splits payloads, and has short queues. For tests."""
 
 NULL_NIC = NicModel(name="null", latency_us=0, answer_us=0, queue=4096, null=True)
-"""No NIC at all: a request over it takes our own time alone. For benchmarks of who posts."""
+"""A NIC without costs: a request over it takes only aiote's own time. For benchmarks of posting."""
 
 CONNECTX7_400G = NicModel(
     name="ConnectX-7 400G",

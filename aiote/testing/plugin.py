@@ -1,8 +1,8 @@
 """The pytest plugin: simulated networks as fixtures, and tests in virtual time.
 
-`fabric(seed)` makes networks that are closed after the test, `engine_pair(seed)` two connected engines on one; both are
-plain fixtures, so they serve tests of any plugin for coroutines, on asyncio and on trio. A coroutine test marked
-`virtual_time` needs no such plugin: it runs in virtual time.
+`fabric(seed)` makes networks that are closed after the test, `engine_pair(seed)` two connected engines on one network.
+Both are plain fixtures, so they work with any plugin for coroutine tests, on asyncio and on trio. A coroutine test
+marked `virtual_time` needs no such plugin, because this plugin runs it, in virtual time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def coroutine_function(obj: Any) -> Callable[..., Any] | None:
-    """Return the coroutine function that a test is, also where another plugin has wrapped it to run it by itself."""
+    """Return the coroutine function of a test, also if another plugin has wrapped it to run it by itself."""
     if inspect.iscoroutinefunction(obj):
         return cast("Callable[..., Any]", obj)
     wrapped = getattr(obj, "__wrapped__", None)
@@ -43,7 +43,7 @@ def coroutine_function(obj: Any) -> Callable[..., Any] | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine test that is marked; `seed`, where a test takes it as an argument, is the network's."""
+    """Run a marked coroutine test in virtual time. If the test has an argument `seed`, it is the network's seed."""
     mark = pyfuncitem.get_closest_marker("virtual_time")
     function = coroutine_function(pyfuncitem.obj)
     if mark is None or function is None:

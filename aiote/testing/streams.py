@@ -1,7 +1,7 @@
-"""TCP without a network: the connections of one event loop, in memory, each piece of bytes as late as the last one.
+"""TCP without a network: the connections of one event loop, in memory. Each piece of bytes has the same latency.
 
-Listening sockets are real ones, so that ports are what they say; nothing ever comes through them. Who connects to one
-of this loop's gets a pair of transports, who connects to anything else is refused.
+Listening sockets are real, so that they have real ports, but no connection arrives through them. A connection to a
+listener of this loop is a pair of transports; a connection to any other address is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["MemoryServer", "MemorySocket", "MemoryTransport", "Ports"]
 LATENCY_S = 25e-6
 RETRY_S = 1.0
 MAX_UNREAD = 1 << 18
-"""Bytes that nobody has read, after which the writer is asked to pause."""
+"""The number of unread bytes above which the transport asks the writer to pause."""
 FIRST_PORT = 40_000
 ANY = ("0.0.0.0", "::", "")
 
 
 class MemorySocket:
-    """What stands for the socket of a transport: it has addresses, and ignores options."""
+    """A stand-in for the socket of a transport: it has addresses, and ignores options."""
 
     def __init__(self, transport: MemoryTransport, own: Any, peer: Any) -> None:
         self.transport = transport
@@ -35,7 +35,7 @@ class MemorySocket:
         self._addresses = own, peer
 
     def setsockopt(self, *_arguments: Any) -> None:
-        """Accept it."""
+        """Ignore the option."""
 
     def getsockname(self) -> Any:
         return self._addresses[0]
@@ -51,7 +51,7 @@ class MemorySocket:
 
 
 class MemoryTransport(asyncio.Transport):
-    """One end of a connection. None on the wire is the end of what is written."""
+    """One end of a connection. None on the wire marks the end of the written bytes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, own: Any, peer: Any) -> None:
         socket_ = MemorySocket(self, own, peer)
@@ -71,12 +71,12 @@ class MemoryTransport(asyncio.Transport):
         self._held = 0
 
     def begin(self, protocol: Any) -> None:
-        """Give it its protocol; what had come before is delivered now."""
+        """Set the protocol, and deliver the bytes that have arrived before."""
         self._protocol = protocol
         protocol.connection_made(self)
         self._loop.call_soon(self._deliver)
 
-    # What asyncio asks of a transport.
+    # The transport interface of asyncio.
 
     def set_protocol(self, protocol: Any) -> None:
         self._protocol = protocol
@@ -98,7 +98,7 @@ class MemoryTransport(asyncio.Transport):
         self._loop.call_soon(self._deliver)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Do nothing: the limit is what lies unread at the other end."""
+        """Do nothing, because the limit applies to the unread bytes at the other end."""
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -124,12 +124,12 @@ class MemoryTransport(asyncio.Transport):
         self.abort()
 
     def abort(self) -> None:
-        """Close at once; what was written arrives, and then the end."""
+        """Close at once. The written bytes still arrive, and then the end."""
         if not self._closing:
             self.write_eof()
             self._end(None)
 
-    # How bytes get across.
+    # The transport of bytes to the other end.
 
     def _send(self, data: bytes | None) -> None:
         self._wire.append(data)
@@ -147,11 +147,11 @@ class MemoryTransport(asyncio.Transport):
             self._end(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
 
     def partition(self) -> None:
-        """Hold what is written from here on, as a network does that is partitioned."""
+        """Hold the bytes written from here on, as a partitioned network does."""
         self._partitioned = True
 
     def heal(self) -> None:
-        """Let it go on."""
+        """Deliver the held bytes, and end the partition."""
         self._partitioned = False
         held, self._held = self._held, 0
         for _ in range(held):
@@ -180,7 +180,7 @@ class MemoryTransport(asyncio.Transport):
 
 
 class MemoryListener:
-    """Who listens at one address: connections that nobody has accepted, and who waits for one."""
+    """A listener at one address: the connections to accept, and the tasks that wait for one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: Any) -> None:
         self.address = address
@@ -210,7 +210,7 @@ class MemoryListener:
 
 
 class MemoryServer(asyncio.AbstractServer):
-    """What `create_server` returns: it accepts until it is closed."""
+    """The server that `create_server` returns: it accepts connections until it is closed."""
 
     def __init__(
         self, ports: Ports, listener: MemoryListener, factory: Callable[[], Any], task: asyncio.Task[None]
@@ -232,7 +232,7 @@ class MemoryServer(asyncio.AbstractServer):
         return not self._task.done()
 
     async def start_serving(self) -> None:
-        """Do nothing: it serves."""
+        """Do nothing, because the server already accepts."""
 
     async def serve_forever(self) -> None:
         await self._task
@@ -255,7 +255,7 @@ class Ports:
         return self._next_port
 
     def listener_of(self, listening: socket.socket) -> MemoryListener:
-        """Return what stands for a listening socket."""
+        """Return the listener that represents a listening socket."""
         fd = listening.fileno()
         known = self._listeners.get(fd)
         if known is None or known[0] is not listening:
@@ -275,18 +275,18 @@ class Ports:
         return MemoryServer(self, listener, factory, self._loop.create_task(accept()))
 
     def hold(self, port: int, held: bool) -> None:
-        """Let nobody connect to a port, or let those go on who try to."""
+        """Hold new connections to a port, or let them continue."""
         for _, listener in self._listeners.values():
             if listener.address[1] == port:
                 listener.partitioned = held
 
     def forget(self, listener: MemoryListener) -> None:
-        """Listen there no longer."""
+        """Close a listener and remove it."""
         listener.close()
         self._listeners = {key: known for key, known in self._listeners.items() if known[1] is not listener}
 
     def forget_descriptor(self, fd: int) -> None:
-        """Listen no longer on a socket, by its descriptor."""
+        """Remove the listener of a socket, by the socket's descriptor."""
         known = self._listeners.get(fd)
         if known is not None and known[0] is not None and known[0].fileno() in (fd, -1):
             self.forget(known[1])
@@ -300,7 +300,7 @@ class Ports:
         return None
 
     async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[MemoryTransport, Any]:
-        """Connect to a listener of this loop. Raises ConnectionRefusedError where there is none."""
+        """Connect to a listener of this loop. Raises ConnectionRefusedError if there is none."""
         await asyncio.sleep(LATENCY_S)
         listener = self._find(host, port)
         if listener is None:

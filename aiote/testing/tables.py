@@ -1,8 +1,8 @@
-"""What the NIC models give, beside what was published of the NICs.
+"""The figures of the NIC models beside published figures of the NICs.
 
-The figures are those of TransferEngine (arXiv 2510.27656): one single write in flight, and paged writes, in Gbit/s; EFA
-is two NICs of 200 Gbit/s for each GPU, ConnectX-7 one of 400. Each cell is simulated: two engines on the model's NICs,
-in virtual time, where the program itself costs nothing.
+The published figures are those of TransferEngine (arXiv 2510.27656): one single write in flight, and paged writes, in
+Gbit/s. EFA stands for two NICs of 200 Gbit/s for each GPU, ConnectX-7 for one of 400. Each cell is simulated: two
+engines on the model's NICs, in virtual time, in which the program itself takes no time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PublishedFigure(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How much the model is off: 0.1 is ten percent too fast."""
+        """The relative error of the model: 0.1 is ten percent too fast."""
         return self.simulated / self.published - 1
 
 

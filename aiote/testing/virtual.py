@@ -1,10 +1,10 @@
 """An asyncio event loop whose time is virtual.
 
-It is asyncio's own selector loop, with a selector that never sleeps: when no descriptor is ready and no callback is
-due, time goes on to the next timer or the next event of a simulated network, whichever is first. Where there is
-neither, every task waits for something that cannot come, and that is an error at once.
+It is asyncio's own selector loop, with a selector that never sleeps. When no descriptor is ready and no callback is
+due, time advances to the next timer or the next event of a simulated network, whichever is first. If there is neither,
+every task waits for an event that cannot come; the loop then raises StandstillError at once.
 
-What runs in a thread of the executor is waited for in real time, and virtual time stands still meanwhile.
+While a thread of the executor works, the loop waits in real time, and virtual time stands still.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SECOND = 1_000_000_000
 
 
 class StandstillError(RuntimeError):
-    """Every task waits, no timer is set and nothing is under way: this would hang for ever."""
+    """Every task waits, no timer is set and no operation is in flight: the program would hang for ever."""
 
 
 class VirtualSelector(selectors.BaseSelector):
-    """The system's selector, asked without waiting; `advance(timeout)` moves time on where nothing is ready.
+    """Poll the system's selector without waiting; `advance(timeout)` advances time if no descriptor is ready.
 
-    What is ready is told in the order of registration, which descriptors' numbers do not change.
+    Ready descriptors are returned in the order of their registration, independent of the descriptors' numbers.
     """
 
     def __init__(self, advance: Callable[[float | None], bool]) -> None:
@@ -63,16 +63,17 @@ class VirtualSelector(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = self._real.select(0)
         if not ready and (timeout is None or timeout > 0):
-            # In a thread's time where one is at work; else time has been moved on, and that may have made some ready.
+            # If a thread works, wait for it in real time. Otherwise time has advanced, which may have made descriptors
+            # ready.
             ready = self._real.select(0 if self._advance(timeout) else None)
         ready.sort(key=lambda item: self._order[item[0].fd])
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See above. Networks whose time it is are attached; connections over TCP are made in memory.
+    """An event loop in virtual time. Simulated networks can be attached to its time; TCP connections are in memory.
 
-    `limit` seconds is how long it runs before TimeoutError is raised, once: what cleans up goes on.
+    After `limit` seconds the loop raises TimeoutError once, so that cleanup code can still run.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -85,16 +86,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made."""
+        """Return the seconds of virtual time since the loop was made."""
         return self._now / SECOND
 
     def attach(self, world: World) -> None:
-        """Be the time of a simulated network."""
+        """Drive a simulated network by this loop's time."""
         world.advance(self._now)
         self._worlds.append(world)
 
     def _move_on(self, timeout: float | None) -> bool:
-        """Move time on to what is next; False where a thread is at work, which takes the time that it takes."""
+        """Advance time to the next event; return False while a thread works, because its work takes real time."""
         if self._jobs:
             return False
         due = [next_time for world in self._worlds if not world.closed and (next_time := world.next_time()) >= 0]
@@ -141,7 +142,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def create_connection(
         self, protocol_factory: Any, host: Any = None, port: Any = None, **more: Any
     ) -> tuple[Any, Any]:
-        """Connect to a listener of this loop; a socket that is given is taken as it is. Raises OSError."""
+        """Connect to a listener of this loop; a given socket is used as it is. Raises OSError."""
         if host is None:
             return await super().create_connection(protocol_factory, host, port, **more)
         if more.get("ssl"):
@@ -151,7 +152,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def create_server(  # type: ignore[override]
         self, protocol_factory: Any, host: Any = None, port: Any = None, **more: Any
     ) -> MemoryServer:
-        """Listen in memory. Raises NotImplementedError for TLS and for sockets that are given."""
+        """Listen in memory. Raises NotImplementedError for TLS and for a given socket."""
         if more.get("ssl") or more.get("sock"):
             raise NotImplementedError("a server in memory takes neither TLS nor a socket")
         return self.ports.serve(protocol_factory, str(host or "127.0.0.1"), int(port or 0))

@@ -1,4 +1,4 @@
-"""Running a coroutine in virtual time."""
+"""The function `run`, which runs a coroutine in virtual time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run(
     debug: bool | None = None,
     **fabric: Any,
 ) -> T:
-    """Run a coroutine in virtual time, within a `Fabric` of this seed, and return what it returns.
+    """Run a coroutine in virtual time, within a `Fabric` of this seed, and return its result.
 
-    A function is called with the fabric. `fabric` are more arguments of that. `limit` bounds the virtual time, in
-    seconds: TimeoutError. StandstillError where everything waits and nothing is due. Python's own random numbers are
-    seeded meanwhile.
+    If `main` is a function, it is called with the fabric. `fabric` are further arguments of the `Fabric`. `limit`
+    bounds the virtual time, in seconds. Raises TimeoutError at the limit, and StandstillError if every task waits for
+    an event that cannot come. Python's own random numbers are seeded during the run.
     """
     if not inspect.iscoroutine(main) and not callable(main):
         raise UsageError(f"run: a coroutine, or a function that returns one, is expected, got {type(main).__name__}")

@@ -1,6 +1,6 @@
-"""Transfers: what may be moved, who may use it, and how a request is made, awaited and counted.
+"""Transfers: memory regions and the peers that may use them, and how a request is made, awaited and counted.
 
-Nothing here knows how peers are found or kept; what is needed of them is said in `owner`, and `aiote.links` has it.
+No module here knows how peers are found or kept. `owner` defines the interface to peers; `aiote.links` implements it.
 """
 
 from .barrier import barrier

@@ -1,8 +1,7 @@
-"""The admission queue of one peer: transfers to be started, and tasks that want to submit one.
+"""The admission queue of one peer: transfers that wait to start, and tasks that wait to submit one.
 
-At most `limit` transfers toward a peer are unfinished. What has no room waits in the queue, first come, first
-served, and nobody overtakes: a link is `ready`, which lets transfers start without asking, only while the queue is
-empty.
+At most `limit` transfers toward a peer are unfinished. Others wait in the queue, first come, first served. To keep that
+order, a link is `ready`, which lets transfers start without asking the queue, only while the queue is empty.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["AdmissionQueue"]
 
 
 class Turn:
-    """The turn of a task that is about to submit a transfer. `held`: the task runs, and the turn is its own."""
+    """The turn of a task that is about to submit a transfer; `held` while that task runs and may use the turn."""
 
     __slots__ = ("held", "waiter")
 
@@ -31,7 +30,7 @@ class Turn:
 
 
 class AdmissionQueue:
-    """The queue toward one peer. `link` is None while there is no connection, or none any more."""
+    """The queue toward one peer. `link` is None before there is a connection and after it is lost."""
 
     def __init__(self, loop: EventLoop, limit: int, start: Callable[[Transfer, PeerLink], None]) -> None:
         self.link: PeerLink | None = None
@@ -49,7 +48,7 @@ class AdmissionQueue:
         return started + len(self._waiting) + len(self._granted) < self._limit
 
     def open(self, link: PeerLink) -> None:
-        """Begin to start what waits, over this link."""
+        """Start the waiting transfers over this link from now on."""
         self.link = link
         link.limit = self._limit
         link.on_room = self.move
@@ -61,15 +60,15 @@ class AdmissionQueue:
         self.move()
 
     def remove(self, transfer: Transfer) -> None:
-        """Take note that a transfer has ended without the native core: from the queue, or refused by it."""
+        """Record that a transfer has ended without the native core, in the queue or refused by the core."""
         self._waiting.pop(transfer, None)
         self.move()
 
     def move(self) -> None:
-        """Start what stands first, for as long as there is room."""
+        """Start the first in the queue, for as long as there is room."""
         link = self.link
         if link is None or self._moving:
-            # What starts may end at once, and come here again: whoever is at it goes on.
+            # A transfer that starts may end at once and call this again; the call that is already running continues.
             return
         self._moving = True
         try:
@@ -86,11 +85,11 @@ class AdmissionQueue:
             link.ready = self.link is link and not self._waiting and not self._granted
 
     async def wait(self) -> None:
-        """Wait in turn for room, or for the end of the queue. The room is the caller's until its next await."""
+        """Wait in turn for room, or for the end of the queue. The caller has the room until its next await."""
         self.hand_over(await self.reserve())
 
     async def reserve(self) -> Turn:
-        """Wait in turn for room, or for the end of the queue. The room is kept until it is handed over or given up."""
+        """Wait in turn for room, or for the end of the queue. The room is kept until `hand_over` or `give_up`."""
         turn = Turn(self._loop.waiter())
         self._waiting[turn] = None
         if self.link is not None:
@@ -110,7 +109,7 @@ class AdmissionQueue:
         self._loop.call_soon(lambda: self.give_up(turn))
 
     def give_up(self, turn: Turn) -> None:
-        """Let others have the room of a turn that was not used. Idempotent."""
+        """Pass on the room of a turn that was not used. Idempotent."""
         self._granted.discard(turn)
         self.move()
 
@@ -120,7 +119,7 @@ class AdmissionQueue:
         return any(turn.held for turn in self._granted)
 
     def use_turn(self) -> bool:
-        """Take the room that the running task has waited for; False when it has not."""
+        """Take the room that the running task has waited for; return False if it has not."""
         held = next((turn for turn in self._granted if turn.held), None)
         if held is None:
             return False
@@ -128,7 +127,7 @@ class AdmissionQueue:
         return True
 
     def dissolve(self) -> Iterator[Transfer]:
-        """Start nothing more: yield the transfers that wait, and wake the tasks, which look where else to go."""
+        """Start nothing more: yield the waiting transfers and wake the waiting tasks, which look for another way."""
         if self.link is not None:
             self.link.ready = False
         self.link = None

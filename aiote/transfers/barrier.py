@@ -1,9 +1,10 @@
-"""A barrier among the members of a group, of immediates alone.
+"""A barrier among the members of a group, made of immediates alone.
 
-Each member writes an immediate to every other and waits for one of each. A member that is through may begin the next
-round while another still waits for the last immediate of this one, and an immediate does not say whose it is; so
-rounds use the two values `imm` and `imm ^ 1` in turn. Two are enough: who is through a round has heard everybody begin
-it, thus everybody is through the one before, and that one's value is free.
+Each member writes an immediate to every other member and waits for one from each. A member that has finished a round
+may begin the next while another member still waits for the last immediate of this round, and an immediate does not say
+whose it is. So rounds use the two values `imm` and `imm ^ 1` in turn. Two values are enough: a member that has finished
+a round has heard every other member begin it, so all members have finished the round before, and the value of that
+earlier round is free.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BROKEN = -1
 
 
 async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
-    """Wait until every member has called it as often as this engine has; see `Engine.barrier`."""
+    """Wait until every member has called its barrier as often as this engine has; see `Engine.barrier`."""
     counters.runtime.require_open()
     if not isinstance(group, PeerGroup) or group.runtime is not counters.runtime:
         raise UsageError("barrier: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
@@ -38,7 +39,7 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
     if not len(group):
         return
     imm_of_round = value ^ (turn & 1)
-    # Whatever interrupts this round leaves the others in it; a member that is through takes the mark away.
+    # An interruption of this round leaves the other members in it. A member that finishes the round removes the mark.
     group.rounds[value] = BROKEN
     targets = [ScatterTarget(None, peer) for peer in group]
     counter = counters.open(imm_of_round)
@@ -52,7 +53,7 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
 
 
 async def _wait_for_all(counter: Counter, peers: tuple[Destination, ...]) -> None:
-    """Wait for an immediate of each peer. Raises PeerError when one is lost before all have come."""
+    """Wait for an immediate from each peer. Raises PeerError when a peer is lost before all have arrived."""
 
     def lost() -> PeerError | None:
         return next((peer.error("barrier") for peer in peers if peer.lost), None)

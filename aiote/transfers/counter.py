@@ -1,4 +1,7 @@
-"""Counts of immediates, awaited."""
+"""Counters of immediates: open them, read them, wait on them.
+
+This module owns the waits of one engine's tasks on those counts. It must not know how the NIC reports an immediate.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ __all__ = ["Counter", "CounterRow", "Counters"]
 
 
 class Counted:
-    """What is counted until it is closed; a context manager that closes it."""
+    """Hold counts and the tasks that wait on them until `close`; a context manager that closes itself."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -31,7 +34,10 @@ class Counted:
         self._closed = False
 
     def close(self) -> None:
-        """Free what is counted: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
+        """Close the counter or row: its waits end with ClosedError, and counts that were not consumed are dropped.
+
+        Idempotent.
+        """
         if not self._runtime.inherited:
             self._runtime.loop.require_here()
         if self._closed:
@@ -59,8 +65,8 @@ class Counted:
 class Counter(Counted):
     """The count of one immediate. Made by `Engine.counter`; a context manager that frees the immediate.
 
-    Counts that arrived before the counter was made are there; several counters of one immediate share one count.
-    Leaving the context (or `close`) drops what was counted and not consumed, when no other counter of the same
+    It includes the writes that arrived before the counter was made. Several counters of one immediate share one count.
+    Leaving the context (or `close`) drops the counts that were not consumed, unless another counter of the same
     immediate is open.
     """
 
@@ -75,20 +81,20 @@ class Counter(Counted):
 
     @property
     def value(self) -> int:
-        """Whole writes that arrived and were not consumed."""
+        """The number of whole writes that arrived and were not consumed yet."""
         return self._handle.value
 
     async def wait(self, n: int = 1) -> None:
         """Wait until n writes have arrived, and consume them.
 
-        Several waits on one immediate are served in order. A cancelled wait consumes nothing. Raises
-        UsageError for n that is not an integer from 0 to 2**40, ClosedError when the counter or the engine is
-        closed before or meanwhile.
+        Several waits on one immediate are served in order. A cancelled wait consumes nothing. Raises UsageError if n is
+        not an integer from 0 to 2**40, ClosedError if the counter or the engine is already closed or is closed during
+        the wait.
         """
         await self.wait_unless(n, None)
 
     async def wait_unless(self, n: int, lost: Callable[[], BaseException | None] | None) -> None:
-        """Wait as `wait` does, or until `wake_waits` is called and `lost` returns an error, which is raised then."""
+        """Wait as `wait` does, but call `lost` first and after each `wake_waits`; raise the error if it returns one."""
         waiting = self._handle.begin(n) or self._handle.begin(self._checked(n), True)
         if waiting is None:
             raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
@@ -107,29 +113,29 @@ class Counter(Counted):
             finally:
                 self._waiters.discard(waiter)
             if not waiting.satisfied and (lost is None or self._closed or self._runtime.closed):
-                # The counter or the engine was closed under it.
+                # The counter or the engine was closed during the wait.
                 self._withdraw(waiting)
                 self._require_open()
                 break
         waiting.take()
 
     def wake_waits(self) -> None:
-        """Have the waits that may be given up look again whether they are."""
+        """Wake the waits of `wait_unless`, so that each calls its `lost` again."""
         self._wake_all()
 
     def release(self) -> None:
-        """Let go of the count without dropping what it has."""
+        """Close this handle of the count without dropping the counts that were not consumed."""
         self._handle.close()
 
     def _checked(self, n: object) -> int:
-        """Return the number as a plain one. Raises what keeps a wait for it from being queued."""
+        """Return n as a plain int. Raises UsageError or ClosedError if no wait for it can be queued."""
         if not isinstance(n, int) or not 0 <= n <= 1 << 40:
             raise UsageError(f"wait({n!r}): expected the number of writes to wait for, an integer from 0 to 2**40")
         self._require_open()
         return int(n)
 
     def _withdraw(self, waiting: CounterWait) -> None:
-        """End a wait, and look soon: what it leaves may be enough for the next in the queue."""
+        """End a wait, and make the driver look soon: the counts that it leaves may satisfy the next queued wait."""
         waiting.cancel()
         self._runtime.kick()
 
@@ -139,7 +145,7 @@ class Counter(Counted):
             raise ClosedError(f"the counter of immediate {self.imm:#x} is closed")
 
     def __aiter__(self) -> Counter:
-        """Iterate over arrivals: each step waits for one write, consumes it and gives the immediate's value."""
+        """Iterate over arrivals: each step waits for one write, consumes it and yields the immediate's value."""
         return self
 
     async def __anext__(self) -> int:
@@ -154,11 +160,11 @@ class Counter(Counted):
 
 
 class CounterRow(Counted):
-    """The counts of immediates in a row, so many of each, waited for together. Made by `Engine.counters`.
+    """The counts of consecutive immediates that are waited for together, each with its own number of writes.
 
-    A context manager that frees the immediates; what was counted on them and not consumed is dropped then. Wake-ups are
-    for all that came at once, so a row costs little more than one counter. Until all have come, or it is closed, the
-    engine takes it for awaited.
+    Made by `Engine.counters`. A context manager that frees the immediates and drops the counts that were not consumed.
+    One wake-up covers everything that arrived at once, so a row costs little more than one counter. The engine treats
+    the row as awaited until all writes have arrived or the row is closed.
     """
 
     def __init__(self, runtime: Runtime, row: CountRow) -> None:
@@ -170,16 +176,14 @@ class CounterRow(Counted):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many immediates have all their counts, and how many counts others have: it changes with all that
-        comes.
-        """
+        """The number of immediates that have all their counts, and of counts on the others. Each arrival changes it."""
         return self._row.progress()
 
     async def wait(self, count: int) -> int:
-        """Wait until the first `count` immediates have all their counts, and return how many of the first ones have.
+        """Wait until the first `count` immediates have all their counts; return how many from the first on have them.
 
-        Several tasks may wait. Cancelling loses nothing. Raises ClosedError when the row or the engine is closed
-        before or meanwhile, UsageError for more than there are.
+        Several tasks may wait. Cancelling loses nothing. Raises UsageError if `count` exceeds the length of the row,
+        ClosedError if the row or the engine is already closed or is closed during the wait.
         """
         self._runtime.loop.require_here()
         if not 0 <= count <= len(self._row):
@@ -193,7 +197,7 @@ class CounterRow(Counted):
         return reached
 
     async def _rest(self, waiting: CounterWait) -> None:
-        """Sleep until a wait is over, or the row is closed."""
+        """Sleep until this wait of the native core is over or the row is closed."""
         waiter = self._runtime.loop.waiter()
         others = waiting.waiter or []
         waiting.waiter = [*others, waiter]
@@ -216,14 +220,14 @@ class CounterRow(Counted):
 
 
 class Counters:
-    """The counts of immediates of one engine."""
+    """The counters of one engine, and the immediates that it grants for them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._grants = ImmediateGrants(runtime)
 
     def open(self, imm: int | None = None) -> Counter:
-        """Open the counter of an immediate, or of one that nobody uses; see `Engine.counter`."""
+        """Open the counter of an immediate, or of one that the engine grants; see `Engine.counter`."""
         self.runtime.require_open()
         value = self._grants.single() if imm is None else check_immediate(imm)
         try:
@@ -232,7 +236,7 @@ class Counters:
             raise _too_many(error) from None
 
     def open_row(self, first: int, needs: Sequence[int]) -> CounterRow:
-        """Open the counters of immediates in a row; see `Engine.counters`."""
+        """Open the counters of consecutive immediates; see `Engine.counters`."""
         self.runtime.require_open()
         value = check_immediate(first)
         for need in needs:
@@ -248,7 +252,7 @@ class Counters:
             raise UsageError(f"counters: {error}") from None
 
     def reserve(self, count: int, sources: Iterable[Peer | Address | str] | None) -> ImmediateBlock:
-        """Reserve immediates in a row; see `Engine.reserve_immediates`."""
+        """Reserve consecutive immediates; see `Engine.reserve_immediates`."""
         self.runtime.require_open()
         return self._grants.block(count, sources)
 

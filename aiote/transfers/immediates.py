@@ -1,12 +1,15 @@
-"""Who has which immediate of an engine.
+"""Ownership of an engine's immediates: which values are granted, and to whom.
 
-The lower half of the 2**28 values is the user's. The upper half is granted by the engine that counts them: single ones
-to `Engine.counter()`, rows in blocks. No other part of the library takes a value there, so no two owners share one.
+The lower half of the 2**28 values is the user's. The engine that counts immediates grants the upper half: single values
+to `Engine.counter()`, consecutive values in blocks. No other part of the library takes a value there, so no two owners
+share a value.
 
-Grants proceed through the half and begin again at its end, so a freed value is granted again only after all others. A
-write to its last owner has ended long before. A block begins up to `GAP` values behind the last grant, at random:
-whoever was told one block cannot tell where the next one begins. A block that has named its sources counts what they
-write, and nothing of others.
+Grants proceed through the upper half and begin again at its end, so a freed value is granted again only after all
+others. By then a write to its last owner has ended long ago. A block begins up to `GAP` values after the last grant, at
+random, so a peer that was told one block cannot tell where the next begins. A block that has named its sources counts
+only the writes of these sources.
+
+This module must not know how immediates arrive.
 """
 
 from __future__ import annotations
@@ -33,16 +36,16 @@ __all__ = ["ImmediateBlock", "ImmediateGrants"]
 FIRST = 1 << 27
 END = 1 << 28
 MOST = 1 << 26
-"""Values that all blocks may have together: half of what is granted, so that one that is given back can rest."""
+"""Values that all blocks may have together: half of the granted half, so that a returned value can rest."""
 LONGEST = 1 << 16
-"""Of a block: each of its values is looked up before they are granted."""
+"""Values of one block at most, because each of them is looked up before the block is granted."""
 GAP = 1 << 16
 
 
 class ImmediateBlock:
-    """Consecutive immediates that nobody else has until it is closed. Made by `Engine.reserve_immediates`.
+    """Consecutive immediates that belong to this block alone until it is closed. Made by `Engine.reserve_immediates`.
 
-    A context manager that closes it. It counts nothing by itself: open `engine.counter(block[i])`, or
+    A context manager that closes the block. The block itself counts nothing: open `engine.counter(block[i])`, or
     `engine.counters(block.first, needs)`, and close these before the block.
     """
 
@@ -59,16 +62,17 @@ class ImmediateBlock:
         return self.count
 
     def __getitem__(self, number: int) -> int:
-        """Return the value of one of them, by its position from 0 on. Raises IndexError."""
+        """Return the immediate at a position, from 0 on. Raises IndexError."""
         if not 0 <= number < self.count:
             raise IndexError(f"immediate {number} of a block of {self.count}")
         return self.first + number
 
     def allow(self, source: Peer | Address | str) -> None:
-        """Count what an engine writes from now on, connected or not; of others' writes only the bytes arrive.
+        """Count the writes of one engine from now on, connected or not; writes of other engines do not count.
 
-        Another life of that engine is another engine. Raises UsageError for a block that was reserved without sources
-        and for an address without an identity, ClosedError.
+        The bytes of writes that do not count arrive all the same. A restarted engine (another incarnation) is another
+        engine. Raises UsageError if the block was reserved without sources or the address has no identity, ClosedError
+        if the block is closed.
         """
         if self._range is None:
             raise UsageError("allow: whoever writes with these immediates is counted; reserve them with sources=()")
@@ -77,7 +81,7 @@ class ImmediateBlock:
         self._grants.allow(self._range, source)
 
     def close(self) -> None:
-        """Give the values back, from any thread. Idempotent."""
+        """Give the values back; callable from any thread. Idempotent."""
         if not self._closed:
             self._closed = True
             if self._range is not None:
@@ -100,20 +104,20 @@ class ImmediateBlock:
 
 
 class ImmediateGrants:
-    """The upper half of an engine's immediates, and the blocks of it that somebody has."""
+    """The upper half of an engine's immediates, and the open blocks in it."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._next = FIRST + secrets.randbelow(END - FIRST)
-        # Where the blocks begin, in order; how long each is; and how many values all of them have.
+        # Where the blocks begin, in order; the length of each; and the number of values that all of them have.
         self._firsts: list[int] = []
         self._counts: dict[int, int] = {}
         self._held = 0
-        # A block may be dropped by a garbage collection at any place: it only leaves word here.
+        # A garbage collection may drop a block at any point of the code, so a block only leaves a record here.
         self._returned: deque[tuple[int, SourceRange | None]] = deque()
 
     def single(self) -> int:
-        """Return an immediate that nobody uses; it is somebody's once its counter is open. Raises UsageError."""
+        """Return an unused immediate; it is taken once its counter is open. Raises UsageError."""
         self._take_back()
         return self._find(self._next, 1)
 
@@ -138,7 +142,7 @@ class ImmediateGrants:
         return block
 
     def allow(self, source_range: SourceRange, source: Peer | Address | str) -> None:
-        """Have one life of an engine count on the values of a block."""
+        """Count the writes of one incarnation of an engine on the values of a block."""
         self._runtime.require_open()
         address = one_engine(source, "allow")
         self._runtime.add_source(source_range, (address.identity, address.incarnation))
@@ -156,7 +160,7 @@ class ImmediateGrants:
                 self._runtime.sources.pop(source_range, None)
 
     def _find(self, first: int, count: int) -> int:
-        """Return where so many free values begin, the first such place from `first` on, and go on behind them."""
+        """Return the first of `count` free consecutive values, at or after `first`; later searches continue there."""
         passed = 0
         while passed <= END - FIRST:
             if first + count > END:
@@ -170,7 +174,7 @@ class ImmediateGrants:
         raise UsageError(f"counter: no {count} immediates in a row are free; close counters that are not needed")
 
     def _after_owner(self, first: int, count: int) -> int:
-        """Return `first` where so many values from there on are free, else where to look next."""
+        """Return `first` if `count` values from there on are free, otherwise the value to continue the search from."""
         behind = bisect.bisect_left(self._firsts, first + count)
         if behind:
             owner = self._firsts[behind - 1]

@@ -1,4 +1,7 @@
-"""Messages that arrived."""
+"""Received messages, from arrival until a receiver takes them.
+
+This module owns the order in which receivers are woken and served. It must not know how messages travel.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ __all__ = ["Inbox", "Message"]
 
 
 MAX_DEPARTED = 256
-"""Lost peers whose messages are kept; the messages of the one lost first are dropped for one more."""
+"""Lost peers whose messages are kept; beyond this, the messages of the peer that was lost first are dropped."""
 DEPARTED_BYTES = 64 << 20
-"""Bytes of messages that are kept of lost peers, all together."""
+"""Bytes of messages of lost peers that are kept, all peers together."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Message:
-    """A message: `source` is the peer that sent it, `data` its bytes, the receiver's own."""
+    """A message: `source` is the peer that sent it, `data` its bytes, which the receiver owns."""
 
     source: Peer
     data: bytes
 
     def __repr__(self) -> str:
-        # Not the data: they may be long, and secret.
+        # Leave out the data, which may be long or secret.
         return f"<Message of {len(self.data)} bytes from {self.source.address}>"
 
 
@@ -56,9 +59,9 @@ def writable(buffer: object) -> memoryview:
 
 
 class Messages(AsyncIterator[Message]):
-    """Messages as an iterator that ends with the engine, or with the one peer that they are of.
+    """Iterate over messages until the engine is closed or, for one peer's messages, that peer is lost.
 
-    It holds nothing: a loop may be left at any time.
+    The iterator holds no resource, so a loop may be left at any time.
     """
 
     def __init__(self, receive: Callable[[], Awaitable[Message]]) -> None:
@@ -72,8 +75,10 @@ class Messages(AsyncIterator[Message]):
 
 
 class Inbox:
-    """The messages of all peers. They stay in the peers' pools until somebody takes them, which is what makes senders
-    wait. Of lost peers, which cannot wait, so many are kept as the limits above allow; `dropped` counts the others.
+    """The messages of all peers.
+
+    Messages stay in their peer's pool until a receiver takes them, which is the back-pressure on senders. Lost peers
+    cannot wait, so their messages are kept up to the limits above; `dropped` counts the messages beyond these limits.
     """
 
     def __init__(self, loop: EventLoop, core: Core) -> None:
@@ -91,12 +96,12 @@ class Inbox:
         self._told = False
 
     def add(self, peer: Destination) -> None:
-        """Take messages of this peer from now on."""
+        """Receive messages of this peer from now on."""
         self._peers.append(peer)
         self.arrived()
 
     def remove(self, peer: Destination) -> None:
-        """Keep what a lost peer had sent; its pool is gone."""
+        """Keep the messages that a lost peer had sent, because its pool goes away."""
         if peer in self._peers:
             self._peers.remove(peer)
         kept: deque[Message] = deque()
@@ -112,21 +117,21 @@ class Inbox:
         self.arrived()
 
     def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the core's counts with what it does not know: messages of lost peers, kept and dropped."""
+        """Return the core's counts, with the messages of lost peers added, kept and dropped; the core lacks these."""
         return {**counts, "inbox": counts["inbox"] + self.departed, "dropped": self.dropped}
 
     @property
     def departed(self) -> int:
-        """How many messages of lost peers are kept."""
+        """The number of messages of lost peers that are kept."""
         return sum(map(len, tuple(self._departed)))
 
     def take(self) -> Message | None:
-        """Take one message, peers in turn; None when there is none."""
+        """Take one message, from the peers in turn; None when there is none."""
         found = self._take(None)
         return None if found is None else Message(*found)
 
     def take_into(self, buffer: memoryview) -> tuple[int, Peer] | None:
-        """Copy one message into a buffer; return its length and who sent it. Raises UsageError if it is too long."""
+        """Copy one message into a buffer; return its length and its sender. Raises UsageError if it is too long."""
         found = self._take(buffer)
         return None if found is None else (found[1], found[0])
 
@@ -153,7 +158,7 @@ class Inbox:
                 return peer.peer, data
         self._early = self._core.inbox > 0
         if self._early:
-            # Nobody is to be told again and again of what cannot be taken yet; `arrived` looks whether it can.
+            # Do not keep calling the listener for messages that cannot be taken yet; `arrived` checks that.
             self._core.on_messages = None
         return None
 
@@ -195,11 +200,11 @@ class Inbox:
             wake(waiter)
 
     def receivers(self) -> list[Waiter]:
-        """Return as many waiting receivers as there are messages, whom the caller wakes."""
+        """Return as many waiting receivers as there are messages; the caller wakes them."""
         woken: list[Waiter] = []
         ready = self._core.inbox
         if self._early:
-            # Some have come from peers that are still being connected: nobody can take those yet, so they wake nobody.
+            # Messages from peers that are still being connected cannot be taken yet, so they wake no receiver.
             ready = sum([peer.link.messages for peer in self._peers if peer.link is not None])
         if self._listener is not None and ready + self.departed and not self._told:
             self._told = True
@@ -212,9 +217,10 @@ class Inbox:
         return woken
 
     def listen(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
-        """Call a function, as a callback of the loop, whenever messages may be taken; `over` at the end of the engine.
+        """Call `listener` in the event loop whenever messages may be taken, and `over` at the end of the engine.
 
-        What is returned stops that. There is one listener, which takes them all. Raises UsageError for another.
+        Returns a function that stops these calls. There is one listener, which takes all messages; raises UsageError
+        for a second one.
         """
         if self._listener is not None:
             raise UsageError("the messages of this engine have a listener already")
@@ -242,7 +248,7 @@ class Inbox:
             self._listener()
 
     def end(self) -> None:
-        """Wake everyone, for the engine is closed."""
+        """Wake all receivers, because the engine is closed."""
         if self._over is not None:
             self._over()
         self._arrived.set()
@@ -254,12 +260,12 @@ class Inbox:
         return self._wait(self._arrived)
 
     async def wait_for(self, peer: Destination) -> None:
-        """Sleep until there may be a message of this peer, or it is lost."""
+        """Sleep until there may be a message of this peer, or the peer is lost."""
         signal = self._selective.setdefault(peer, Signal(self._loop))
         try:
             await self._wait(signal)
         finally:
-            # By now another one may stand there: who was woken along with this took the message, and waits again.
+            # A new signal may be stored by now, if a receiver that was woken together with this one waits again.
             if not len(signal) and self._selective.get(peer) is signal:
                 del self._selective[peer]
 

@@ -1,4 +1,7 @@
-"""Leases: slices of memory that one peer may use until they are taken back, all of a lease at once."""
+"""Leases: slices of memory that one peer may use until the owner revokes them, all slices of a lease at once.
+
+This module holds the owner's view of one lease. It must not know how the holder is asked to give it back.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ __all__ = ["Lease"]
 
 
 class LeaseGrantor(Protocol):
-    """What granted a lease."""
+    """The granting side of a lease."""
 
     @property
     def loop(self) -> EventLoop: ...
     @property
     def address(self) -> Address: ...
     def ask_back(self, lease: Lease) -> None:
-        """Ask the holder to give a lease back, and end the lease when it has or can no longer use it."""
+        """Ask the holder to give a lease back; end the lease when the holder has, or can no longer use it."""
 
 
 class Lease:
     """Slices of regions that one peer may read and write until they are revoked, all at once.
 
-    Made by `Region.lease` of one slice, by `Engine.lease` of several. A context manager, which revokes it in the end.
+    Made by `Region.lease` from one slice, by `Engine.lease` from several. A context manager, which revokes it on exit.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes, of all slices together."""
+        """The length of all slices together, in bytes."""
         return sum(region.nbytes for region, _ in self._parts)
 
     @property
@@ -61,14 +64,15 @@ class Lease:
 
     @property
     def memories(self) -> tuple[tuple[LocalMemory, LocalMemory], ...]:
-        """Of each slice the native registrations: of the region that it is of, and the lease's own."""
+        """For each slice, the native registration of its region and the native registration of the lease."""
         return tuple((region.memory, memory) for region, memory in self._parts)
 
     @property
     def descriptor(self) -> bytes:
-        """The portable description for `Engine.attach` on the holder's engine, and nobody else's.
+        """The portable description for `Engine.attach` on the holder's engine; other engines cannot use it.
 
-        Raises ClosedError once it was revoked, UsageError for a lease of several slices: they are in `descriptors`.
+        Raises ClosedError once the lease was revoked, UsageError for a lease of several slices, which has
+        `descriptors`.
         """
         if len(self._parts) != 1:
             raise UsageError(f"the lease is of {len(self._parts)} slices: take its descriptors, one of each")
@@ -76,10 +80,10 @@ class Lease:
 
     @property
     def descriptors(self) -> tuple[bytes, ...]:
-        """The same of each slice, in the order in which they were lent."""
+        """The descriptor of each slice, in the order of the slices. Raises ClosedError once the lease was revoked."""
         if self.revoked:
             raise ClosedError("the lease was revoked")
-        # Nothing in them changes while the lease lasts, and a KV cache's decoder sends them with every request.
+        # Descriptors do not change while the lease lasts, and the decoder of a KV cache sends them with every request.
         self._described = self._described or tuple(self._describe(region, memory) for region, memory in self._parts)
         return self._described
 
@@ -99,11 +103,11 @@ class Lease:
         )
 
     async def revoke(self) -> None:
-        """Return once nobody can write through the lease any more, whatever its holder does.
+        """Return once no engine can write through the lease any more, whatever its holder does.
 
-        A live holder drops what it has not posted, drains what it has, and answers; one that has not within
-        `config.drain_timeout` loses its connection. Cancelling the wait leaves the revocation to go on; it may be
-        awaited again. Idempotent.
+        A live holder drops the requests that it has not posted, drains the posted ones, and answers; a holder that has
+        not answered within `config.drain_timeout` loses its connection. If the wait is cancelled, the revocation still
+        continues; it may be awaited again. Idempotent.
         """
         self.begin_revoking()
         while not self._over:
@@ -117,7 +121,7 @@ class Lease:
             self._grantor.ask_back(self)
 
     def end(self) -> None:
-        """Take note that nobody can write through it any more: for the book of the leases, which knows."""
+        """Record that no engine can write through it any more; only the lease table, which knows that, calls this."""
         self._revoking = self._over = True
         self._ended.set()
 

@@ -1,6 +1,6 @@
-"""What transfers need of the peers that they go to; `aiote.links` provides it.
+"""The interface to peers that transfers need; `aiote.links` implements it.
 
-A transfer ends, waits and explains itself through its `TransferOwner`: the connection to one peer, or a group of them.
+A transfer ends, waits and explains itself through its `TransferOwner`: the connection to one peer, or a group of peers.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ __all__ = ["Destination", "PeerFinder", "TransferOwner", "drain"]
 
 
 class TransferOwner(Protocol):
-    """Whom a transfer belongs to."""
+    """The connection or group that a transfer belongs to."""
 
     @property
     def name(self) -> str:
-        """Its address, or what the group is, for errors."""
+        """The peer's address, or a description of the group, for error messages."""
 
     @property
     def reason(self) -> str:
-        """Why the peer was lost; empty while it is not."""
+        """Why the peer was lost; empty while it is not lost."""
 
     @property
     def confirmed(self) -> bool:
-        """Whether it is certain that a lost peer carries out nothing more of ours."""
+        """Whether it is certain that, after the loss of the peer, none of our requests still takes effect there."""
 
     def require_here(self) -> None:
-        """Raise UsageError where another event loop than its engine's runs the caller."""
+        """Raise UsageError if the caller runs in another event loop than the engine's."""
 
     def waiter(self) -> Waiter: ...
     def rail_name(self, rail: int, /) -> str: ...
     def error(self, operation: str = "") -> PeerError: ...
 
     def transfer_refused(self, transfer: Transfer) -> None:
-        """Take note that a transfer has ended without the native core."""
+        """Record that a transfer has ended without the native core."""
 
     def cancel_transfer(self, transfer: Operation) -> None:
-        """Have a transfer end: nothing more is posted, what was posted drains."""
+        """Make a transfer end: the engine posts no more of it, and the posted requests drain."""
 
     async def drain(self, transfer: Operation) -> None:
-        """Wait, shielded, until a cancelled transfer is over."""
+        """Wait, shielded from cancellation, until a cancelled transfer is over."""
 
 
 class Destination(TransferOwner, Protocol):
@@ -88,20 +88,21 @@ class Destination(TransferOwner, Protocol):
 
 
 class PeerFinder(Protocol):
-    """What knows the peers of an engine."""
+    """Finds the peers of an engine."""
 
     def find(self, target: Peer | Address | str, operation: str = "") -> Destination:
-        """Return the connection to a peer, begun if there is none. Raises UsageError, and PeerError for a lost Peer."""
+        """Return the connection to a peer; begin one if needed. Raises UsageError, and PeerError for a lost Peer."""
 
     def known(self, target: Address) -> Destination | None:
-        """Return the connection to an address, if there is one."""
+        """Return the connection to an address, or None."""
 
 
 async def drain(runtime: Runtime, transfer: Operation, owners: Callable[[], list[Destination]]) -> None:
-    """Wait, shielded, until a cancelled transfer is over, whose unfinished parts belong to `owners`.
+    """Wait, shielded from cancellation, until a cancelled transfer is over; its unfinished parts belong to `owners`.
 
-    What does not leave the NIC within `drain_timeout` has its rails taken out, which both sides agree on; where that
-    does not do, the connections are torn down. That ends every transfer with these peers.
+    If requests do not leave the NIC within `drain_timeout`, the engine takes their rails out of use, which both sides
+    agree on. If the transfer is not over within `heartbeat_timeout` after that, the engine tears the connections down,
+    which ends every transfer with these peers.
     """
     loop, config = runtime.loop, runtime.config
     if await finish(loop, transfer, config.drain_timeout):

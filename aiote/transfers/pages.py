@@ -1,4 +1,7 @@
-"""Pages of a region, checked once."""
+"""Pages of a region: their indices are copied and checked once, then used by any number of requests.
+
+This module must not know how pages are posted.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ __all__ = ["Pages"]
 class Pages(PageSet):
     """Pages of a region: page i is the `page_bytes` bytes from `offset + indices[i] * stride`.
 
-    `region` is a Region or a RemoteRegion (or a slice: offsets count from its start); `stride` is `page_bytes`
-    unless given. The indices are copied and checked here, once, so one Pages object may serve many requests.
-    Raises UsageError that names the first bad page.
+    `region` is a Region or a RemoteRegion; offsets into a slice count from the start of the slice. `stride` defaults to
+    `page_bytes`. The constructor copies and checks the indices, so one Pages object may serve many requests. Raises
+    UsageError, which names the first bad page.
     """
 
     __slots__ = ()
@@ -56,7 +59,7 @@ class Pages(PageSet):
             )
 
     def at(self, offset: int) -> Pages:
-        """Return the same pages at another offset, as those of another layer are: the indices are not copied again.
+        """Return the same pages at another offset, for example in another layer, without copying the indices again.
 
         Raises UsageError as the constructor does.
         """

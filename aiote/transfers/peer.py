@@ -1,4 +1,4 @@
-"""Another engine, as a user holds it."""
+"""The handle of another engine that users hold; it owns no state and passes every call to the connection."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Peer", "one_engine"]
 
 
 class Peer:
-    """Another engine. Returned by `Engine.connect`, and found in `Engine.peers` when it connected to us.
+    """Another engine. Returned by `Engine.connect`, and found in `Engine.peers` when that engine connected to this one.
 
-    A lost peer never comes back: the engine that is reached at its address next is another Peer.
+    A lost peer never comes back: the engine that answers at its address later is another Peer.
     """
 
     __slots__ = ("__weakref__", "_connection")
@@ -28,12 +28,12 @@ class Peer:
 
     @property
     def address(self) -> Address:
-        """Where it says that it is reached."""
+        """The address that the peer has announced."""
         return self._connection.address
 
     @property
     def connected(self) -> bool:
-        """Whether transfers flow to it now."""
+        """Whether it is connected now, so that transfers to it can start."""
         return self._connection.connected
 
     @property
@@ -43,32 +43,32 @@ class Peer:
 
     @property
     def reason(self) -> str:
-        """Why it was lost; empty while it is not."""
+        """Why it was lost; empty while it is not lost."""
         return self._connection.reason
 
     async def wait_closed(self) -> str:
-        """Wait until the peer is lost and return the reason. Cancelling this wait does nothing else."""
+        """Wait until the peer is lost and return the reason. Cancelling this wait has no other effect."""
         self._connection.require_here()
         return await self._connection.wait_closed()
 
     def disconnect(self, reason: str = "it was disconnected") -> None:
         """Say goodbye to the peer and close the connection; unfinished transfers end with a TransferError.
 
-        No byte moves to or from it when this returns. The peer hears the reason. The next use of its address connects
-        anew. Does nothing for a peer that is lost, nor in a child of a fork. Raises UsageError for what is no text.
+        No byte moves to or from it once this returns. The peer receives the reason. The next use of its address
+        connects anew. Does nothing for a lost peer, nor in a forked child. Raises UsageError if the reason is not text.
         """
         if not isinstance(reason, str):
             raise UsageError(f"disconnect: the reason must be text, got {type(reason).__name__}")
         self._connection.disconnect(reason)
 
     def has_revoked(self, lease: int) -> bool:
-        """Whether it has lent memory to this engine by a lease of that number (`RemoteRegion.lease`) and revoked it."""
+        """Whether it lent memory to this engine by a lease of that number (`RemoteRegion.lease`) and has revoked it."""
         return self._connection.has_revoked(lease)
 
     async def recv(self) -> Message:
-        """Return the next message of this peer; waiting costs nothing, cancelling loses nothing.
+        """Return the next message of this peer; waiting costs nothing, cancelling loses no message.
 
-        A message goes to one receiver: to this one, or to `Engine.recv`. Raises PeerError when the peer is lost and
+        Each message goes to one receiver: to this one, or to `Engine.recv`. Raises PeerError when the peer is lost and
         none of its messages is left, ClosedError.
         """
         return await self._connection.recv()
@@ -81,21 +81,21 @@ class Peer:
         return await self._connection.recv_into(buffer)
 
     def messages(self) -> Messages:
-        """Iterate over the messages of this peer until it is lost, or the engine closed."""
+        """Iterate over the messages of this peer until it is lost or the engine is closed."""
         return Messages(self.recv)
 
     def rotate_rails(self, turn: int) -> None:
-        """Have the next transfer to it begin with that rail, modulo their number, where another would do as well.
+        """Start the next transfer to it on rail `turn`, modulo their number, if several rails would do equally well.
 
-        Ranks that each give the sum of their own number and the peer's load all NICs of every rank alike. Does nothing
-        for a peer that is not connected.
+        If each rank passes the sum of its own number and the peer's, all NICs of every rank carry the same load. Does
+        nothing for a peer that is not connected.
         """
         self._connection.require_here()
         if self._connection.link is not None:
             self._connection.link.rotate(turn & 0xFFFFFFFF)
 
     async def room(self) -> None:
-        """Wait until there is room for one more transfer to it, in turn; the room is the caller's until its next await.
+        """Wait, in turn, until there is room for one more transfer to it; the caller has the room until its next await.
 
         Raises PeerError when the peer is lost.
         """
@@ -104,12 +104,12 @@ class Peer:
 
     @property
     def has_room(self) -> bool:
-        """Whether a `submit_` form would start a transfer now instead of raising QueueFull."""
+        """Whether a `submit_` method would start a transfer now instead of raising QueueFull."""
         return self._connection.has_room
 
     @property
     def unfinished(self) -> int:
-        """How many transfers toward it are under way now, of `max_transfers` at most."""
+        """The number of transfers toward it that are in flight now, at most `max_transfers`."""
         link = self._connection.link
         return 0 if link is None else link.unfinished
 

@@ -1,4 +1,7 @@
-"""Targets that are checked once, and written to by many requests with arrays of numbers."""
+"""Prepared requests: targets are checked once, then each request brings only arrays of lengths, offsets or pages.
+
+This module owns the checks and the errors of such requests. It must not know how the native core posts them.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ FAULTS = {
     errno.EPROTO: "its flag went backwards, or beyond the value that was awaited",
     errno.ESTALE: "the memory of a target was registered with fewer rails than its owner has connected since",
 }
-"""What the thread that posts when a flag is raised finds wrong; nothing was posted then."""
+"""What the native thread may find wrong when a flag is raised, by error number; it has posted nothing then."""
 
 
 class PreparedTransfer(GroupTransfer):
-    """A request made of prepared targets; it is started without `__init__`."""
+    """A request to prepared targets. The native core makes it without calling `__init__`."""
 
     def members(self) -> Sequence[Destination]:
         """Return the peer of each target."""
@@ -52,12 +55,12 @@ class PreparedTransfer(GroupTransfer):
 
     @property
     def description(self) -> str:
-        """What it does, for people."""
+        """The operation in words, for error messages."""
         assert isinstance(self.targets, TargetRun)
         return described(self.targets)
 
     def explain(self) -> TransferError:
-        """Say what became of it; of one that was to be posted by a flag, also what was wrong with that."""
+        """Return the error that this request ended with; for an armed one, with the fault that the thread found."""
         if not isinstance(self.targets, ArmedRun) or self.errno not in FAULTS:
             return super().explain()
         cause = FabricError(self.errno, FAULTS[self.errno], operation=self.description)
@@ -65,13 +68,13 @@ class PreparedTransfer(GroupTransfer):
 
 
 def described(run: TargetRun) -> str:
-    """Say what a run does, for people."""
+    """Return the operation of a run in words, for error messages."""
     verb = "write_pages" if run.prepared.page_bytes else "scatter"
     return f"prepared {verb} to {len(run)} targets"
 
 
 class Prepared:
-    """Targets of a group that were checked once; the base of what is written to them."""
+    """Targets of a group that were checked once; the base class of the prepared requests."""
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Prepared:
         self._targets = PreparedTargets(runtime.core, len(items), page_bytes)
         self._sources: list[Region | None] = []
         self._leases: list[int] = []
-        # The devices of all sources: to look which of them a request uses would take longer than to wait for all.
+        # The devices of all sources. Finding out which of them a request uses would take longer than waiting for all.
         self._pools: tuple[EventPool, ...] = ()
         peers = []
         for position, item in enumerate(items):
@@ -134,7 +137,7 @@ class Prepared:
         return peer
 
     def _start(self, run: TargetRun, imm: int, stream: Any) -> Transfer:
-        """Post a run. Raises UsageError, ClosedError, PeerError, QueueFull, TransferError: nothing was posted."""
+        """Post a run. Raises UsageError, ClosedError, PeerError, QueueFull or TransferError, always before posting."""
         order = None
         if self._pools or stream is not None:
             order = order_behind(self._pools, stream, described(run))
@@ -142,7 +145,7 @@ class Prepared:
         return self._start_slowly(run, imm, order) if transfer is None else transfer
 
     def _start_slowly(self, run: TargetRun, imm: int, order: Order | None) -> Transfer:
-        """Find out why a run was not posted, and post it if nothing but a turn to submit was in its way."""
+        """Find out why a run was not posted, and raise that; if it only lacked a turn to submit, post it now."""
         self._runtime.require_open()
         rows = dict.fromkeys(run.rows())
         peers = self._targets.peers
@@ -168,10 +171,11 @@ class Prepared:
 
 
 class PreparedScatter(Prepared):
-    """Targets that scatters write to. Made by `Engine.prepare_scatter`; several requests may be under way at once.
+    """Targets that scatters write to. Made by `Engine.prepare_scatter`; several requests may be in flight at once.
 
-    It names peers, not their successors: once a peer is lost, requests to its target raise PeerError. A closed region
-    or a revoked lease raises as well, and nothing is posted then. It holds nothing that would have to be closed.
+    It names peers, not the engines that reappear at their addresses: once a peer is lost, requests to its target raise
+    PeerError. A closed region or a revoked lease raises as well. All of these raise before anything is posted. The
+    object holds no resource, so it needs no close.
     """
 
     def submit(
@@ -187,11 +191,11 @@ class PreparedScatter(Prepared):
         """Start a write of `lengths[i]` bytes to target i, between these offsets (bytes) within its two regions.
 
         Each is an array of int64 or uint64 (NumPy, `array.array`, any buffer), read before this returns; offsets that
-        are None are 0. With `imm`, one immediate for all or an array of one for each, each write counts 1 at its
-        receiver, one of length 0 as well; without, a length of 0 posts nothing. `to` lists the targets that are meant,
-        by position, in any order and as often as needed; the others get nothing. `stream` is as of `Engine.write`.
-        Raises UsageError for numbers that do not fit, ClosedError, PeerError, QueueFull, and TransferError for a void
-        lease: nothing was posted then.
+        are None are 0. `imm` is one immediate for all writes or an array with one for each: each write then counts 1 at
+        its receiver, also a write of length 0. Without `imm` a length of 0 posts nothing. `to` lists the positions of
+        the targets that the arrays are for, in any order and as often as needed; the other targets get nothing.
+        `stream` is as in `Engine.write`. Raises UsageError for numbers that do not fit, ClosedError, PeerError,
+        QueueFull, and TransferError for a void lease, all before anything is posted.
         """
         number, numbers = one_or_each(imm)
         return self._start(self._run(lengths, local_offsets, remote_offsets, to, numbers), number, stream)
@@ -210,12 +214,12 @@ class PreparedScatter(Prepared):
     ) -> Transfer:
         """Start a write that a native thread posts when `flag`, a uint32 in memory, becomes `value`.
 
-        Whoever raises the flag, a GPU or another thread, has written lengths and offsets before; they are read then,
-        once, and `to` and `imm` now. They lie at multiples of 8; all of it is kept until the transfer is over. With
-        `skip_empty` a length of 0 posts nothing, counted or not. A flag only grows, and wraps: one that is beyond
-        `value`, or goes back, and numbers that leave a target end the transfer with TransferError, and nothing was
-        posted. It is under way until the flag is raised: it can be cancelled, and ends with its peers and the engine.
-        Raises as `submit`.
+        A GPU or another thread writes the lengths and offsets first, then raises the flag; the native thread then reads
+        them once. `to` and `imm` are read now. Lengths and offsets must lie at multiples of 8. All these buffers are
+        kept until the transfer is over. With `skip_empty` a length of 0 posts nothing, with or without `imm`. The flag
+        may only grow, and wraps. If it passes `value` or goes back, or if a number leaves its target, the transfer ends
+        with TransferError before anything is posted. The transfer is in flight from this call on, also while it waits
+        for the flag: it can be cancelled, and it ends with its peers and the engine. Raises as `submit`.
         """
         if not 0 <= value < 1 << 32:
             raise UsageError(f"value={value!r}: expected from 0 to 2**32 - 1")
@@ -224,7 +228,7 @@ class PreparedScatter(Prepared):
             run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty, numbers)
         except (BufferError, TypeError, ValueError) as error:
             raise UsageError(f"scatter: {error}") from None
-        # Whoever raises the flag does so behind what fills the sources.
+        # The flag is raised only after the sources are filled, so the transfer waits on no stream.
         return self._start(run, number, -1)
 
     async def write(
@@ -237,9 +241,9 @@ class PreparedScatter(Prepared):
         to: Any = None,
         stream: Any = None,
     ) -> None:
-        """Write as `submit`, once there is room toward every member of the group; all is over when this returns.
+        """Write as `submit`, once there is room toward every member of the group; return when all writes are over.
 
-        Cancelling is as of `Engine.scatter`. The arrays are read at once.
+        Cancelling is as for `Engine.scatter`. The arrays are read at once, before this waits for room.
         """
         number, numbers = one_or_each(imm)
         await self._write(self._run(lengths, local_offsets, remote_offsets, to, numbers), number, stream)
@@ -255,11 +259,11 @@ class PreparedScatter(Prepared):
 
 
 class PreparedPages(Prepared):
-    """Targets that pages are written to. Made by `Engine.prepare_pages`; else as `PreparedScatter`."""
+    """Targets that pages are written to. Made by `Engine.prepare_pages`; otherwise as `PreparedScatter`."""
 
     @property
     def page_bytes(self) -> int:
-        """The length of every page."""
+        """The length of every page in bytes."""
         return self._targets.page_bytes
 
     def submit(
@@ -267,16 +271,16 @@ class PreparedPages(Prepared):
     ) -> Transfer:
         """Start a write of page `local_pages[i]` to page `remote_pages[i]` for every i; with `imm` each page counts 1.
 
-        Page n of a side begins n strides behind the start of its region. The first `counts[0]` pages are target 0's,
-        the next `counts[1]` target 1's, and so on; with a single target there need be no counts. Arrays and errors are
-        as of `PreparedScatter.submit`.
+        Page n of a side begins n strides after the start of its region. The first `counts[0]` pages belong to target 0,
+        the next `counts[1]` to target 1, and so on; with a single target `counts` may be left out. Arrays and errors
+        are as for `PreparedScatter.submit`.
         """
         return self._start(self._run(local_pages, remote_pages, counts), checked(imm), stream)
 
     async def write(
         self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None, stream: Any = None
     ) -> None:
-        """Write as `submit`, once there is room toward every member of the group; all is over when this returns."""
+        """Write as `submit`, once there is room toward every member of the group; return when all pages are over."""
         await self._write(self._run(local_pages, remote_pages, counts), checked(imm), stream)
 
     def _run(self, local_pages: Any, remote_pages: Any, counts: Any) -> TargetRun:
@@ -294,7 +298,7 @@ class PreparedPages(Prepared):
         page_bytes: Any,
         strides: tuple[Any, Any],
     ) -> PreparedPages:
-        """Prepare targets for pages of a length; a stride that is None is that length. Raises UsageError."""
+        """Prepare targets for pages of `page_bytes`, which is also the default of each stride. Raises UsageError."""
         page = as_integer("page_bytes", page_bytes)
         near, far = (page if stride is None else as_integer("stride", stride) for stride in strides)
         if not 0 < page < 1 << 62 or not 0 <= min(near, far) <= max(near, far) < 1 << 62:
@@ -308,12 +312,15 @@ class PreparedPages(Prepared):
 
 
 def checked(imm: int | None) -> int:
-    """Return an immediate for the native core. Raises UsageError."""
+    """Return an immediate as the native core takes it: NO_IMMEDIATE stands for None. Raises UsageError."""
     return NO_IMMEDIATE if imm is None else check_immediate(imm)
 
 
 def one_or_each(imm: Any) -> tuple[int, Any]:
-    """Return the immediate of all writes for the native core, and an array of one for each. Raises UsageError."""
+    """Return one immediate for all writes, or an array with one for each; the other is NO_IMMEDIATE or None.
+
+    Raises UsageError for an invalid immediate.
+    """
     if imm is None or (hasattr(imm, "__index__") and not getattr(imm, "shape", ())):
         return checked(imm), None
     return NO_IMMEDIATE, imm

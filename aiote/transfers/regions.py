@@ -1,4 +1,7 @@
-"""Memory that takes part in transfers: local regions, and what is known of remote ones."""
+"""Memory that takes part in transfers: local regions, and other engines' regions as their descriptors give them.
+
+This module owns the registrations of one engine. It must not know how leases are granted or how peers are found.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,12 @@ __all__ = ["Access", "LeaseGranter", "Region", "Regions", "RemoteRegion", "as_in
 Access: TypeAlias = Literal["read-write", "read", "write", "local"]
 THREAD = "aiote register"
 COPIES_S = 10.0
-"""Copies of a GPU take a millisecond; one that is silent for so long is given up (aiote_native/cuda/copies.pyx)."""
+"""A GPU's copy takes a millisecond; one without progress for this long is given up (aiote_native/cuda/copies.pyx)."""
 ACCESS: dict[Access, int] = {"read-write": MAY_ALL, "read": MAY_READ, "write": MAY_WRITE, "local": 0}
 
 
 def _bounds(item: object, length: int, kind: str) -> tuple[int, int]:
-    """Read a slice of bytes strictly: a range that leaves the region is a mistake, not something to clip."""
+    """Return the bounds of a slice of bytes. A slice that leaves the region is an error and is never clipped."""
     if not isinstance(item, slice):
         raise UsageError(f"{kind}[{item!r}]: a slice of bytes is expected, like {kind}[0:4096]")
     if item.step not in (None, 1):
@@ -61,7 +64,7 @@ def _bounds(item: object, length: int, kind: str) -> tuple[int, int]:
 
 
 def as_integer(what: str, value: Any) -> int:
-    """Return an integer, also numpy's. Raises UsageError."""
+    """Return the value as an int, also from a numpy integer. Raises UsageError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -69,7 +72,7 @@ def as_integer(what: str, value: Any) -> int:
 
 
 def _check_owner(remote: RemoteRegion, owner: Peer | Address) -> None:
-    """Raise UsageError unless memory is of that engine, in its present life, and still lent if it was lent."""
+    """Raise UsageError unless that engine, in this life, owns the memory and has not revoked its lease, if any."""
     theirs, address = remote.owner, owner if isinstance(owner, Address) else owner.address
     if theirs.identity != address.identity:
         raise UsageError(f"attach: {remote}, which is another engine than {address}: expected memory of its own")
@@ -83,7 +86,7 @@ def _check_owner(remote: RemoteRegion, owner: Peer | Address) -> None:
 
 
 class LeaseGranter(Protocol):
-    """What lends memory to peers, and takes it back."""
+    """Grants leases of memory to peers, and revokes them."""
 
     def grant(self, slices: Sequence[Region], to: Peer | Address | str) -> Lease: ...
     async def revoke_all(self, memory: LocalMemory) -> None: ...
@@ -91,7 +94,7 @@ class LeaseGranter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """What a region and its slices share: the table that they stand in, a random number, and registered slices."""
+    """The state that a region shares with its slices: its table, its random number, and the registered slices."""
 
     table: Regions
     identity: int
@@ -101,7 +104,7 @@ class RegionState:
     parts: dict[tuple[int, int], LocalMemory] = field(default_factory=dict)
 
     def part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
-        """Return the registration of a slice, made the first time: its keys open nothing else."""
+        """Return the registration of a slice, which the first call makes; its keys give access to these bytes only."""
         if (start, stop) == (0, whole.length):
             return whole
         found = self.parts.get((start, stop))
@@ -111,12 +114,12 @@ class RegionState:
 
 
 class Region(LocalSlice):
-    """Registered local memory, or a slice of it.
+    """Registered local memory, or a slice of it. Made by `Engine.register`.
 
-    Made by `Engine.register`. It keeps its buffer alive and exported until it is closed; `region[a:b]` are bytes
-    a to b of it, with the same registration. The buffer must not be freed or moved by others meanwhile. A context
-    manager that closes it; `memoryview(region)` shows its bytes, and holds the buffer until it is released, also
-    behind the close.
+    The region keeps its buffer alive and exported until it is closed; other code must not free or move the buffer
+    before that. `region[a:b]` is bytes a to b, with the same registration. A region is a context manager that closes
+    itself. `memoryview(region)` shows its bytes, and holds the buffer until the view is released, even after the region
+    is closed.
     """
 
     __slots__ = ("__weakref__", "_is_slice", "_state")
@@ -135,25 +138,26 @@ class Region(LocalSlice):
 
     @property
     def access(self) -> Access:
-        """What peers that have its descriptor may do."""
+        """The access of a peer that has its descriptor."""
         return next(name for name, access in ACCESS.items() if access == self._state.access)
 
     @property
     def device(self) -> str:
-        """The device that the memory is on: "cpu", "cuda:0"."""
+        """The device that holds the memory: "cpu", "cuda:0"."""
         return self._state.device
 
     @property
     def reach(self) -> Mapping[str, Reach]:
-        """How each rail of the engine reaches the memory, by the rail's name: `.way` is "direct", "shared", "staged",
-        "dmabuf", "peermem" or "none" (other rails carry it),
-        `.reason` says why.
+        """How each rail of the engine reaches the memory, by the rail's name.
+
+        `.way` is "direct", "shared", "staged", "dmabuf", "peermem" or "none" (other rails carry it), `.reason` says
+        why.
         """
         return MappingProxyType(self._state.reach)
 
     @property
     def closed(self) -> bool:
-        """Whether the registration is gone, or its engine."""
+        """Whether the region or its engine is closed."""
         return self.memory.closing or not self.memory.registrations
 
     def __getitem__(self, item: slice) -> Region:
@@ -164,10 +168,10 @@ class Region(LocalSlice):
     def descriptor(self) -> bytes:
         """The portable description of this region or slice, for `Engine.attach` on another engine.
 
-        Whoever has it may read and, where it is writable, write these bytes and no others, until the region is closed.
-        For that a slice is registered once more, with keys of its own, the first time that it is asked: what is handed
-        out for many slices costs the NIC many registrations. Raises ClosedError, FabricError, and UsageError for a
-        region that was registered as local.
+        An engine that has it may read these bytes and, if the region is writable, write them, and no other bytes, until
+        the region is closed. To ensure that, the first use of `descriptor` on a slice registers the slice again with
+        its own keys, so descriptors of many slices cost the NIC many registrations. Raises ClosedError, FabricError,
+        and UsageError for a region that was registered as local.
         """
         self.require_open()
         if not self._state.access:
@@ -175,7 +179,7 @@ class Region(LocalSlice):
                 "the region is local: register it with access='read', 'write' or 'read-write' for peers to use it, or "
                 "lend a slice of it by region.lease"
             )
-        # Of no bytes nothing is opened.
+        # An empty slice needs no access, so its keys are 0.
         keys = [(0, 0) for _ in self.memory.keys]
         if self.nbytes:
             keys = list(self._state.part(self.memory, self.start, self.start + self.nbytes).keys)
@@ -193,19 +197,19 @@ class Region(LocalSlice):
 
     @property
     def parts(self) -> tuple[LocalMemory, ...]:
-        """The registrations of the slices whose descriptors were asked for."""
+        """The registrations of the slices whose descriptors were requested."""
         return tuple(self._state.parts.values())
 
     @property
     def identity(self) -> int:
-        """The registration's random number."""
+        """The random number of this registration."""
         return self._state.identity
 
     def lease(self, item: slice, to: Peer | Address | str) -> Lease:
         """Lend a slice of the region to one peer until it is revoked: `async with region.lease(slice(a, b), peer)`.
 
-        The lease has keys of its own, and the access of the region; a local one is lent to be read and written. Raises
-        UsageError for a slice that leaves the region and for an address without an identity, FabricError when the NIC
+        The lease has its own keys and the region's access; a lease of a local region allows reads and writes. Raises
+        UsageError for a slice that leaves the region and for an address without an identity, FabricError if the NIC
         refuses.
         """
         return self._state.table.leases.grant([self[item]], to)
@@ -216,10 +220,10 @@ class Region(LocalSlice):
             raise ClosedError("the region is closed")
 
     async def aclose(self) -> None:
-        """Revoke its leases, wait for the transfers that use it, end the registration and let go of the buffer.
+        """Revoke its leases, wait for the transfers that use it, end the registration and release the buffer.
 
-        Idempotent. Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call
-        it again.
+        Idempotent. Closing a slice does nothing. A cancelled close leaves the region closed for new transfers; call it
+        again.
         """
         self._state.table.require_here()
         if self._is_slice:
@@ -244,7 +248,7 @@ class Region(LocalSlice):
 
 
 class RemoteRegion(RemoteSlice):
-    """Another engine's memory, or a slice of it, as its descriptor says. Made by `Engine.attach`."""
+    """Another engine's memory, or a slice of it, as its descriptor states it. Made by `Engine.attach`."""
 
     __slots__ = ("_descriptor",)
 
@@ -253,8 +257,9 @@ class RemoteRegion(RemoteSlice):
 
     @classmethod
     def attached(cls, descriptor: RegionDescriptor, identity: bytes) -> RemoteRegion:
-        """Make one of what its owner says of it, for the engine of an identity. Raises UsageError for that one's own
-        memory, and for what was lent to another.
+        """Make the remote region that a descriptor describes; `identity` names the engine that will use it.
+
+        Raises UsageError if that engine owns the memory itself, or if the memory was lent to another engine.
         """
         if descriptor.owner.identity == identity:
             raise UsageError(
@@ -276,17 +281,17 @@ class RemoteRegion(RemoteSlice):
 
     @property
     def writable(self) -> bool:
-        """Whether the owner lets others write to it."""
+        """Whether the owner allows other engines to write to it."""
         return self._descriptor.writable
 
     @property
     def readable(self) -> bool:
-        """Whether the owner lets others read it."""
+        """Whether the owner allows other engines to read it."""
         return self._descriptor.readable
 
     @property
     def lease(self) -> int:
-        """The number of the owner's lease; 0 where it is none."""
+        """The number of the owner's lease; 0 if the memory is not lent by a lease."""
         return self._descriptor.lease
 
     def __getitem__(self, item: slice) -> RemoteRegion:
@@ -304,7 +309,7 @@ class Regions:
         self._runtime = runtime
         self.leases = leases
         self._memories: set[LocalMemory] = set()
-        # A region that nobody has any more stays registered: peers hold its descriptor.
+        # This keeps a region registered after the user drops it, because peers may hold its descriptor.
         self._regions: dict[LocalMemory, Region] = {}
         self._registered = 0
         self._idle = Signal(runtime.loop)
@@ -312,11 +317,11 @@ class Regions:
 
     @property
     def address(self) -> Address:
-        """Where the memory's owner is reached."""
+        """The address of the engine that owns the memory."""
         return self._runtime.address
 
     def require_here(self) -> None:
-        """Raise UsageError where another event loop than the engine's runs the caller."""
+        """Raise UsageError if the caller runs in another event loop than the engine's."""
         self._runtime.loop.require_here()
 
     def register(self, array: Any, access: Access = "read-write") -> Region:
@@ -325,7 +330,7 @@ class Regions:
         return self._entered(self._runtime.rail_set.register(buffer, ACCESS[access]), access)
 
     async def register_async(self, array: Any, access: Access = "read-write") -> Region:
-        """Register memory in a thread, where that takes long; see `Engine.register_async`."""
+        """Register memory, in a thread if that takes long; see `Engine.register_async`."""
         rail_set = self._runtime.rail_set
         buffer = self._borrowed(array, access)
         if not rail_set.pins(buffer):
@@ -349,7 +354,7 @@ class Regions:
         return self._entered(rail_set.keep(call.result()), access)
 
     def _borrowed(self, array: Any, access: Access) -> Buffer:
-        """Borrow memory that may be registered so. Raises UsageError and ClosedError."""
+        """Borrow the buffer of an array that may be registered with this access. Raises UsageError and ClosedError."""
         self._runtime.require_open()
         if access not in ACCESS:
             raise UsageError(f"register: access={access!r}: expected one of {', '.join(map(repr, ACCESS))}")
@@ -363,7 +368,7 @@ class Regions:
         return buffer
 
     def _entered(self, memory: LocalMemory, access: Access) -> Region:
-        """Make a region of what was registered."""
+        """Make a region of registered memory, and enter it in the table."""
         memory.owner = self._runtime.core
         reach = self._runtime.rail_set.reach(memory)
         device = device_name(memory)
@@ -378,7 +383,7 @@ class Regions:
         return region
 
     def counted(self) -> dict[str, int]:
-        """Return how many regions are open, their bytes, and how many there were ever."""
+        """Return the number of open regions, their bytes, and the number of registrations made so far."""
         return {
             "regions": len(self._regions),
             "registered_bytes": sum(each.length for each in tuple(self._regions)),
@@ -406,7 +411,7 @@ class Regions:
         return remote
 
     def register_part(self, whole: LocalMemory, start: int, stop: int, access: int) -> LocalMemory:
-        """Register a slice of registered memory once more. Raises FabricError."""
+        """Register a slice of registered memory again, with its own keys. Raises FabricError."""
         memory = self._runtime.rail_set.register(section(whole.buffer, start, stop), access)
         self._memories.add(memory)
         return memory
@@ -419,13 +424,13 @@ class Regions:
             await self._idle.wait()
 
     async def retire(self, region: Region) -> None:
-        """Refuse the keys of a region, and wait for what a GPU still copies for peers; to remove it would block."""
+        """Refuse the keys of a region, and wait until its GPU has ended copies for peers; removal would block."""
         memories = (*region.parts, region.memory)
 
         def are_still() -> bool:
             copying = [memory.retire() for memory in memories]
             if any(copying):
-                # Peers who have its allocation open may sleep.
+                # Peers that have its allocation open may sleep.
                 self._runtime.rail_set.nudge()
             return not any(copying)
 
@@ -439,7 +444,7 @@ class Regions:
         self._regions.pop(region.memory, None)
 
     async def finish(self) -> None:
-        """Wait until no thread registers any more, once the engine is being closed."""
+        """Abandon the registrations that threads still make for a closing engine, and wait until they have ended."""
         calls = tuple(self._calls)
         for call in calls:
             call.abandon()
@@ -447,10 +452,10 @@ class Regions:
             await call.join()
 
     def close(self) -> None:
-        """End every registration, whatever uses it: the links are closed."""
+        """End every registration, even one in use: the links are closed by now."""
         for call in self._calls:
             call.abandon()
-        # Each is forgotten once it is over: an interrupt in between leaves the others to the next close.
+        # Drop each call only once it is over: if an interrupt ends this loop, the next close finds the remaining calls.
         for call in tuple(self._calls):
             call.give_up()
             self._calls.discard(call)

@@ -1,10 +1,10 @@
-"""Registrations that are shared and kept: memory that is asked for again is not registered again.
+"""Registrations that are shared and kept, so that memory that is asked for again is not registered again.
 
-A registration counts its holders. One that nobody holds any more is kept for a while, the least recently used going
-first, or is the caller's to close. Nothing is registered, closed or awaited here.
+The table counts the holders of each registration. A registration without holders is kept for a while (the least
+recently used goes first) or returned to the caller, which closes it. This module registers, closes and awaits nothing.
 
-An address may be the key because a region keeps its buffer alive and exported: while the region is in the table, no
-other memory can come to lie there.
+An address can be the key because a region keeps its buffer alive and exported: while the region is in the table, no
+other memory can be at that address.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[int, int, bool, str]
 
 
 class SharedRegistration:
-    """A registration in the table, how many hold it, and whose memory it is, if somebody asked to note that."""
+    """A registration in the table, the number of its holders, and the lender of its memory if the caller gave it."""
 
     __slots__ = ("holders", "key", "lender", "region")
 
@@ -31,7 +31,7 @@ class SharedRegistration:
 
 
 class Registrations:
-    """The registrations of one engine by what they are of; at most `nbytes` in `most` of them are kept unheld."""
+    """The registrations of one engine by their memory; keeps at most `nbytes` in `most` of them without holders."""
 
     def __init__(self, nbytes: int, most: int) -> None:
         self._limit, self._most = nbytes, most
@@ -44,11 +44,11 @@ class Registrations:
 
     @property
     def in_use(self) -> int:
-        """How many that can be found are held."""
+        """The number of registrations in the table that have holders."""
         return len(self._known) - len(self._idle)
 
     def hold(self, key: Key) -> SharedRegistration | None:
-        """Return the registration of some memory, with one more holder; None where there is none."""
+        """Return the registration of some memory, with one more holder; None if there is none."""
         held = self._known.get(key)
         if held is not None:
             self._use(held)
@@ -56,14 +56,15 @@ class Registrations:
         return held
 
     def add(self, key: Key, region: Region, lender: Any = None) -> SharedRegistration:
-        """Enter a registration that there was none of, with one holder."""
+        """Enter a new registration, with one holder."""
         held = self._known[key] = SharedRegistration(key, region, lender)
         return held
 
     def let_go(self, held: SharedRegistration, *, keep: bool = True) -> list[Region]:
-        """Take one holder off; return the regions that the caller is to close now.
+        """Remove one holder; return the regions that the caller must close now.
 
-        These are its own, where it was the last and the registration is not kept, and those that make room for it.
+        These are the region itself if the last holder left and the registration is not kept, and the regions that make
+        room for it.
         """
         held.holders -= 1
         if held.holders:
@@ -75,20 +76,20 @@ class Registrations:
         return self.trim(self._limit)
 
     def forget(self, held: SharedRegistration) -> list[Region]:
-        """Have nobody find a registration any more; return its region if nobody holds it, to be closed."""
+        """Remove a registration from the table; return its region if it has no holders, which the caller closes."""
         if self._known.get(held.key) is held:
             del self._known[held.key]
         return [held.region] if self._use(held) else []
 
     def trim(self, nbytes: int) -> list[Region]:
-        """Keep at most so many bytes that nobody holds; return the regions of the others, to be closed."""
+        """Keep at most `nbytes` without holders; return the regions of the others, which the caller closes."""
         regions = []
         while self._idle and (self.idle_bytes > nbytes or len(self._idle) > self._most):
             regions += self.forget(next(iter(self._idle)))
         return regions
 
     def _use(self, held: SharedRegistration) -> bool:
-        """Take a registration from those that nobody holds; tell whether it was one."""
+        """Remove a registration from those without holders; return whether it was one of them."""
         if held not in self._idle:
             return False
         del self._idle[held]

@@ -1,6 +1,7 @@
-"""Checking and starting requests to one peer: what every verb does before the native core takes over.
+"""Checking and starting requests to one peer: everything that a verb does before the native core takes over.
 
-With `waits` a transfer beyond the limit of unfinished ones waits for room, without it QueueFull is raised.
+With `waits`, a transfer beyond the limit of unfinished transfers waits for room; without it, QueueFull is raised. This
+module must not know how peers are found or connected.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _check_readable(source: RemoteRegion, target: Region) -> None:
 
 
 def _bytes_of(payload: object) -> bytes:
-    """Copy a payload. Raises UsageError for what has no bytes, or not its own."""
+    """Return a copy of a payload. Raises UsageError unless it is a buffer, neither masked nor made of pointers."""
     try:
         with memoryview(payload) as view:  # type: ignore[arg-type]
             check_elements(payload, view.format)
@@ -107,7 +108,7 @@ class Requests:
         rail: str | int | None = None,
         order: Order | None = None,
     ) -> Transfer:
-        """Make a transfer and start it as soon as its peer is connected, has room, and `order` allows it."""
+        """Make a transfer and start it as soon as its peer is connected and has room, and `order` allows it."""
         transfer = Transfer(peer, description, launch, lease)
         transfer.order = order
         if rail is not None:
@@ -123,10 +124,10 @@ class Requests:
         return region
 
     def _owner_of(self, remote: RemoteRegion) -> Destination:
-        """Return the owner of remote memory, and note its link there: the next transfer starts without a search."""
+        """Return the owner of remote memory, and cache its link there so that the next transfer needs no search."""
         peer = self._finder.find(remote.owner)
         if peer.connected:
-            # What goes through a lease has to be known when that is revoked; a void one has no flight.
+            # A revocation must know the transfers that use its lease, so keep the lease's flight (None if void).
             if remote.lease:
                 remote.memory.held = peer.lease_flight(remote.lease)
             remote.memory.link = peer.link
@@ -271,7 +272,7 @@ class Requests:
         rail: str | int | None,
         stream: Any,
     ) -> Transfer:
-        """Start what moves pages between this side and the other, whose own they are."""
+        """Start a transfer between our pages and the peer's."""
         order = order_behind(pools_of([local.memory]), stream, verb)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
@@ -315,7 +316,7 @@ class Requests:
         return self._submit(peer, what, launch, waits=waits)
 
     def _quick_send(self, to: Peer | Address | str, payload: object) -> Transfer | None:
-        """Start a message that nothing stands in the way of; None where it takes a closer look."""
+        """Start a message at once if its peer is connected and no check is left; otherwise return None."""
         if type(to) is Peer:
             link = to._connection.link
         else:

@@ -1,4 +1,7 @@
-"""Requests to many peers at once."""
+"""Requests to many peers at once: groups of peers, and one transfer with a target at each.
+
+This module must not know how peers are connected or how the native core posts.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ NO_IMMEDIATE = -1
 
 
 async def group_room(group: PeerGroup) -> None:
-    """Wait until there is room toward every member at once; what one has is kept while others are waited for.
+    """Wait until there is room toward every member at once; room at one member is kept while others are waited for.
 
-    It is the caller's until its next await. Raises PeerError for a member that is lost.
+    The caller has the room until its next await. Raises PeerError for a member that is lost.
     """
     group.require_here()
     peers = group.connections
@@ -51,7 +54,7 @@ async def group_room(group: PeerGroup) -> None:
         return
     kept = []
     try:
-        # All in one order: two tasks that each keep what the other waits for would wait for ever.
+        # All tasks use one order, because two tasks that each keep the room the other waits for would deadlock.
         for peer in sorted(peers, key=lambda peer: peer.key):
             kept.append(await peer.reserve_room())
         lost = next((peer for peer in peers if peer.lost), None)
@@ -68,7 +71,8 @@ async def group_room(group: PeerGroup) -> None:
 class ScatterTarget(NamedTuple):
     """One target of a scatter: all of `src` goes to all of `dst` (same length).
 
-    `src` None is an immediate alone; `dst` is then a RemoteRegion, or a Peer or Address of the group.
+    If `src` is None, the target gets an immediate alone; `dst` is then a RemoteRegion, or a Peer or Address of the
+    group.
     """
 
     src: Region | None
@@ -78,19 +82,19 @@ class ScatterTarget(NamedTuple):
 class PeerGroup:
     """Peers that were resolved once, for `scatter` and `barrier`. Made by `Engine.peer_group`.
 
-    A sequence of its peers, in the order given. It does not follow a peer that is lost: requests to it then fail, and
-    name that peer.
+    A sequence of its peers, in the order given. It does not replace a lost peer: requests to a lost peer fail, and the
+    error names that peer.
     """
 
     reason = ""
-    """A group is not lost; its members are."""
+    """Always empty: a group itself is never lost, only its members are."""
 
     def __init__(self, runtime: Runtime, connections: Sequence[Destination]) -> None:
         self.connections = tuple(connections)
         self.runtime = runtime
         self.rounds: dict[int, int] = {}
         self._members = {connection.key: connection for connection in connections}
-        # A transfer of the group ends, waits and explains itself through these, as any does through its peer.
+        # A transfer of the group ends, waits and explains itself through these, as others do through their peer.
         self.waiter: Callable[[], Waiter] = runtime.loop.waiter
         self.rail_name = runtime.rail_name
         self.require_here = runtime.loop.require_here
@@ -109,7 +113,7 @@ class PeerGroup:
 
     @property
     def name(self) -> str:
-        """Name the group, for errors."""
+        """The name of the group, for error messages."""
         return f"a group of {len(self.connections)} peers"
 
     @property
@@ -118,26 +122,26 @@ class PeerGroup:
         return all(connection.confirmed for connection in self.connections)
 
     def error(self, operation: str = "") -> PeerError:
-        """The error of what was asked of a lost peer."""
+        """Return the error of a request to a lost peer."""
         return PeerError(self.name, self.reason, operation=operation)
 
     def member(self, target: Peer | Address | str) -> Destination | None:
-        """Return the member that a peer or an address is."""
+        """Return the member for a peer or an address; None if it is not in the group."""
         address = target.address if isinstance(target, Peer) else target
         if isinstance(address, str):
             address = Address.parse(address)
         return self._members.get((address.identity, address.incarnation))
 
     def transfer_refused(self, transfer: Transfer) -> None:
-        """Take note that a transfer has ended without the native core."""
+        """Do nothing about a transfer that has ended without the native core: a group has no queue."""
 
     def cancel_transfer(self, transfer: Operation) -> None:
-        """Have a transfer end: nothing more is posted, what was posted drains."""
+        """Make a transfer end: the engine posts no more of it, and the posted requests drain."""
         self.runtime.core.cancel(transfer)
         self.runtime.kick()
 
     async def drain(self, transfer: Operation) -> None:
-        """Wait, shielded, until a cancelled transfer is over; connections that do not let go of it are torn down."""
+        """Wait, shielded, until a cancelled transfer is over; tear down the connections that do not release it."""
         assert isinstance(transfer, GroupTransfer)
         await drain(self.runtime, transfer, transfer.unfinished_peers)
 
@@ -148,7 +152,7 @@ class PeerGroup:
 async def make_group(runtime: Runtime, finder: PeerFinder, members: Iterable[Peer | Address | str]) -> PeerGroup:
     """Connect to all members at once and return the group. Raises UsageError, PeerError."""
     asked = [finder.find(one, "peer_group") for one in members]
-    # Each is being connected by now; waiting for one after the other takes as long as the slowest.
+    # All connections are being made by now, so waiting for them in turn takes as long as the slowest.
     peers = [await peer.ready() for peer in asked]
     if len({peer.key for peer in peers}) < len(peers):
         raise UsageError("peer_group: a member is named twice; a scatter may have several targets at one")
@@ -156,7 +160,7 @@ async def make_group(runtime: Runtime, finder: PeerFinder, members: Iterable[Pee
 
 
 class GroupTransfer(Transfer):
-    """A transfer to every target of a scatter; over when all of them are. What failed first is its error's cause."""
+    """A transfer to every target of a scatter; over when all are. The first failure is the cause of its error."""
 
     _peers: Sequence[Destination] = ()
 
@@ -176,7 +180,7 @@ class GroupTransfer(Transfer):
         return list(dict.fromkeys(peers[i] for i in self.targets.unfinished()))
 
     def explain(self) -> TransferError:
-        """Say what became of it: which targets failed, and why the first of them did."""
+        """Return the error that it ended with: which targets failed, and why the first of them did."""
         done = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
         assert self.targets is not None
         if self._revoked:
@@ -201,7 +205,7 @@ class GroupTransfer(Transfer):
 
 
 def check_group(runtime: Runtime, group: object) -> None:
-    """Raise UsageError for what is no group of this engine, ClosedError."""
+    """Raise UsageError unless this is a group of this engine, ClosedError if the engine is closed."""
     runtime.require_open()
     if not isinstance(group, PeerGroup) or group.runtime is not runtime:
         raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
@@ -210,7 +214,7 @@ def check_group(runtime: Runtime, group: object) -> None:
 def submit_scatter(
     runtime: Runtime, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None, stream: Any = None
 ) -> GroupTransfer:
-    """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull: none was started."""
+    """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull before any starts."""
     check_group(runtime, group)
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)
     items = list(targets)
@@ -295,14 +299,14 @@ def memories_of(runtime: Runtime, position: int, src: object, dst: object) -> tu
 
 
 def link_of(peer: Destination) -> PeerLink:
-    """Return the link of a peer. Raises PeerError where it is lost."""
+    """Return the link of a peer. Raises PeerError if the peer is lost."""
     if peer.link is None or not peer.connected:
         raise peer.error("scatter")
     return peer.link
 
 
 def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, int]]) -> list[Flight]:
-    """Take note of the transfer with every lease that it goes through. Raises TransferError where one is void."""
+    """Enter the transfer in the flight of every lease that it uses. Raises TransferError if one of them is void."""
     held: list[Flight] = []
     for peer, lease in leases:
         flight = peer.lease_flight(lease)
@@ -317,7 +321,7 @@ def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, in
 
 
 def void_lease(transfer: GroupTransfer, peer: Destination, lease: int) -> TransferError:
-    """The error of a request through a lease that was revoked."""
+    """End the transfer because its lease was revoked, and return the error."""
     cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which a target was of")
     error = TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
     transfer.fail(error)

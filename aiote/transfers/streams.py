@@ -1,8 +1,8 @@
 """The order of transfers with the streams of the GPUs whose memory they use.
 
-A verb's `stream` is what DLPack and the array libraries call one: a number, or an object that has it. The transfer goes
-behind what that stream has to do when the verb is called, as a kernel that is launched there would; the stream itself
-goes on, and nothing waits for it on the host.
+A verb's `stream` is a stream as DLPack and the array libraries name one: a number, or an object that has the number.
+The transfer waits for the work that the stream has when the verb is called, as a kernel that is launched there would.
+The stream itself goes on, and no host thread waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["order_behind", "pools_of"]
 
 READY = -1
 LEGACY = 1
-"""The legacy default stream, which is behind all streams of its context but those made as non-blocking."""
+"""The legacy default stream, which waits for all streams of its context except those made as non-blocking."""
 EXPECTED = (
     "None or 1 (the legacy default stream), 2 (the thread's default), -1 (ready now), a stream's address, or an object "
     "with __cuda_stream__, .cuda_stream (torch), .ptr (cupy) or .handle (numba)"
@@ -40,13 +40,13 @@ def _handle(stream: Any, verb: str) -> int:
     for name in ("cuda_stream", "ptr", "handle"):
         if hasattr(stream, name):
             handle = getattr(stream, name)
-            # numba has a c_void_p, which has None for 0.
+            # numba gives a c_void_p, whose value is None for 0.
             return operator.index(getattr(handle, "value", handle) or 0)
     raise TypeError(f"it is {type(stream).__name__}")
 
 
 def _number(stream: Any, verb: str) -> int:
-    """Return a stream as the driver has it, or READY. Raises UsageError."""
+    """Return the driver's number of a stream, or READY. Raises UsageError."""
     if stream is None:
         return LEGACY
     try:
@@ -55,7 +55,7 @@ def _number(stream: Any, verb: str) -> int:
         number = operator.index(stream)
     except TypeError:
         try:
-            # An object's 0 is the default stream of its library, which that means; as a number it may mean either.
+            # An object's 0 is its library's default stream, the legacy one; a plain 0 could mean either default.
             number = _handle(stream, verb) or LEGACY
         except TypeError as error:
             raise UsageError(f"{verb}: stream={stream!r}: {error}; expected {EXPECTED}") from None
@@ -67,15 +67,15 @@ def _number(stream: Any, verb: str) -> int:
 
 
 def pools_of(memories: Iterable[LocalMemory]) -> tuple[EventPool, ...]:
-    """Return what tells of the streams of the devices that memories are on, each once; nothing for the host's."""
+    """Return the event pools of the devices that hold these memories, each once; host memory has no pool."""
     return tuple(dict.fromkeys(memory.events for memory in memories if memory.events is not None))
 
 
 def order_behind(pools: Iterable[EventPool], stream: Any, verb: str) -> Order | None:
-    """Note what a transfer that is being submitted is behind; None where that is nothing.
+    """Record the work that a new transfer must wait for, and return it; None if there is none.
 
-    Raises UsageError for what is no stream of the memory's device, for one that is being captured, and for one where
-    no memory is a GPU's. What is behind a broken device ends with TransferError.
+    Raises UsageError if the stream is not one of the memory's device or is being captured, or if a stream is given and
+    no memory is a GPU's. A transfer that waits on a failed device ends with TransferError.
     """
     number = _number(stream, verb)
     if number == READY:

@@ -1,4 +1,7 @@
-"""A submitted request."""
+"""A submitted request: its state, its cancellation, and the error that it ends with.
+
+This module must not know how connections are made or how the native core posts.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ BROKEN = frozenset(
         errno.ETIMEDOUT,
     }
 )
-"""What providers report, at random, for a peer that died a moment ago and for a key that its owner withdrew."""
+"""Codes that providers report at random for either cause: the peer has just died, or the owner withdrew the key."""
 Launch = Callable[["Transfer", "PeerLink"], None]
-"""Hands a transfer to the native core over the link that its peer has by then."""
+"""Hands a transfer to the native core, over the link to its peer at that time."""
 PERHAPS = "; the peer is gone, it has closed that memory, or its GPU failed"
 
 
 class _Ending:
-    """What is woken where nobody sleeps: it calls back, once."""
+    """A waiter without a task: waking it calls a function, once."""
 
     def __init__(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
         self._transfer = transfer
@@ -54,14 +57,14 @@ class _Ending:
 
 
 class Transfer(Request):
-    """A transfer under way: awaitable, and `cancel()`.
+    """A transfer in flight: awaitable, and `cancel()`.
 
-    Awaiting it ends when the transfer is over, by then no NIC uses its local buffer. Cancelling a task that
-    awaits it cancels the transfer: what is not posted is dropped, what is posted drains, then the cancellation
-    goes on. Several tasks may await one.
+    Awaiting it ends when the transfer is over; by then no NIC uses its local buffer. Cancelling a task that awaits it
+    cancels the transfer: requests that are not posted are dropped, posted requests drain, then the cancellation
+    continues. Several tasks may await one transfer.
     """
 
-    # One that starts at once is made without `__init__` (`rails.quick`): then these are all that there is.
+    # A transfer that starts at once is made without `__init__` (`rails.quick`); then it has only these values.
     peer: TransferOwner
     _text = ""
     _revoked = False
@@ -76,7 +79,7 @@ class Transfer(Request):
 
     @property
     def description(self) -> str:
-        """What it does, for people: the verb and its extent."""
+        """The operation in words, for error messages: the verb and its extent."""
         if self.pages:
             verb = "read_pages" if self.verb == "read" else "write_pages"
             return f"{verb} of {self.pages} pages of {self.total_bytes // self.pages} bytes"
@@ -95,12 +98,12 @@ class Transfer(Request):
         except RuntimeError as error:
             self._end(ClosedError(f"{self.description}: {error}"))
         except BaseException as error:
-            # Nobody else knows of it any more: who awaits it must hear.
+            # No other code refers to the transfer now, so the tasks that await it must be told here.
             self._end(ClosedError(f"{self.description}: {error!r}"))
             raise
 
     def fail(self, error: AioteError) -> None:
-        """End it before it was handed to the core."""
+        """End it before it is handed to the core."""
         if self._failure is None and not self.is_over:
             self._launch = None
             self._end(error)
@@ -111,23 +114,23 @@ class Transfer(Request):
         self.peer.transfer_refused(self)
 
     def require_here(self) -> None:
-        """Raise UsageError where another event loop than its engine's runs the caller."""
+        """Raise UsageError if the caller runs in another event loop than the engine's."""
         self.peer.require_here()
 
     def cancel(self) -> None:
-        """Ask it to end: nothing more is posted, and what was posted drains. It is not over yet when this returns."""
+        """Ask it to end: the engine posts no more of it, and posted requests drain. This returns before it is over."""
         self.require_here()
         self.give_up()
 
     def give_up(self) -> None:
-        """Ask it to end, from wherever an await of it ends."""
+        """Ask it to end. Unlike `cancel` this does not check the event loop, because an interrupted await calls it."""
         if self._launch is not None:
             self.fail(TransferError(self, None, f"{self.description}: cancelled before anything was posted"))
         elif not self.done():
             self.peer.cancel_transfer(self)
 
     def revoke(self) -> None:
-        """End it because its lease was taken back."""
+        """End it because its lease was revoked."""
         if self._launch is not None:
             self.fail(self._lease_error("nothing was posted"))
         elif not self.done():
@@ -139,14 +142,14 @@ class Transfer(Request):
         return self._error(cause, f"{self.description} failed, {progress}: {cause}")
 
     def exception(self) -> AioteError | None:
-        """Return the error that it ended with, None when it went well or is not over."""
+        """Return the error that it ended with; None if it succeeded or is not over."""
         if self._failure is not None or not self.is_over or (self.errno == 0 and not self.was_cancelled):
             return self._failure
         self._failure = self.explain()
         return self._failure
 
     def explain(self) -> TransferError:
-        """Say what became of it and of its bytes."""
+        """Return the error that it ended with, which states how many of its bytes are confirmed."""
         reason = self.peer.reason
         progress = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
         if self._revoked:
@@ -181,9 +184,9 @@ class Transfer(Request):
         return error
 
     def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
-        """Call it with the transfer when that is over, in the engine's own callback; at once if it is over already.
+        """Call `callback` with the transfer when that is over, in the engine's own callback; at once if it already is.
 
-        It must not block. What it raises is reported and reaches nobody else.
+        The callback must not block. An exception that it raises is reported to `sys.excepthook` and goes no further.
         """
         self.require_here()
         ending = _Ending(self, callback)
@@ -201,7 +204,7 @@ class Transfer(Request):
             raise error
 
     def interrupted(self, error: BaseException) -> Generator[Any, Any, None]:
-        """Go on where an exception interrupted an await: cancel, drain, and raise it."""
+        """Cancel and drain the transfer after an exception interrupted an await of it, then raise that exception."""
         self.give_up()
         if not self.done():
             yield from self.peer.drain(self).__await__()

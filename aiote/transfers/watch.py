@@ -1,4 +1,7 @@
-"""Values in memory whose change is awaited."""
+"""Watched values: wait until a value in memory changes.
+
+This module must not know who changes the value.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ def watch(runtime: Runtime, value: Any) -> Changes:
 
 
 class Changes(AsyncIterator[tuple[int, int]]):
-    """The changes of a value as (old, new). A loop over them may be left at any time and gone on with later.
+    """The changes of a value as (old, new). A loop over them may be left at any time and resumed later.
 
-    The value's memory is held until `aclose`, or until nobody has this object any more.
+    The value's memory is held until `aclose`, or until this object is garbage-collected.
     """
 
     def __init__(self, runtime: Runtime, buffer: Buffer, old: int) -> None:
@@ -57,7 +60,7 @@ class Changes(AsyncIterator[tuple[int, int]]):
         return old, new
 
     async def aclose(self) -> None:
-        """Give the value's memory back, as soon as nobody waits for its change. Idempotent."""
+        """Give the value's memory back as soon as no task waits for its change. Idempotent."""
         self._closed = True
         self._release()
 

@@ -1,7 +1,8 @@
-"""Updates of model weights in running inference ranks, straight out of the ranks that train them.
+"""Weight updates: training ranks write new weights straight into the memory of running inference ranks.
 
-`Layout` says which rank holds which part of which tensor, on either side; `Recipe` what each target tensor is made of;
-`plan_update` computes from these what every source rank reads, makes and writes, once for all updates.
+A `Layout` describes one side, the sources (training ranks) or the targets (inference ranks): it names the ranks that
+hold each part of each tensor. A `Recipe` says how each target tensor is made from source tensors. `plan_update`
+computes from them what every source rank reads, makes and writes; one plan serves all updates.
 """
 
 from .controller import Controller, UpdateError, UpdateReport

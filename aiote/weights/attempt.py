@@ -1,7 +1,7 @@
-"""One try of a controller to bring a version to all replicas: what each target and each source does in it.
+"""One attempt of a controller to bring a version to all replicas: the steps of each target and each source.
 
-A target's part is a stream of steps (`protocol`), a source's is one call. Whoever fails fails its replica, or the
-sources' part for replicas that lack something; what the others do goes on.
+A target takes part by a stream of steps (`protocol`), a source by one call. If a target fails, its replica fails and
+the other replicas go on. If a source is lost, the other sources stop, and the replicas that still lack bytes fail.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["Attempt", "Receiver"]
 
 NOTHING = Descriptors.of([])
 SLOWEST = 16 << 20
-"""Bytes a second of a source that still counts as alive: the slowest that was measured sent 50 MiB a second, eight
-processes on two cores."""
+"""The lowest rate, in bytes a second, at which a source counts as alive. The slowest that was measured sent 50 MiB a
+second, with eight processes on two cores."""
 
 
 class Replica:
@@ -53,17 +53,17 @@ class Replica:
 
     @property
     def complete(self) -> bool:
-        """Whether all its ranks have everything."""
+        """Whether all ranks of the replica have every byte of the update."""
         return self.counted == len(self.targets)
 
     def fail(self, reason: str) -> None:
-        """Give it up."""
+        """Cancel the replica's part in the attempt. The first reason is kept."""
         self.failure = self.failure or reason
         self.scope.cancel()
 
 
 class Receiver:
-    """A target as its controller has it."""
+    """A target in one attempt, as its controller sees it."""
 
     def __init__(self, address: str, state: TargetState, client: TargetService) -> None:
         self.address, self.state, self.client = address, state, client
@@ -73,15 +73,15 @@ class Receiver:
         self.steps: list[str] = []
 
     def for_source(self, address: str) -> WriteTarget:
-        """Return it as the source at an address writes to it, once it has lent its memory."""
+        """Return the message that tells the source at `address` how to write to this target, which has lent memory."""
         assert self.lent is not None
-        # Where they are not what it has described, it was served anew meanwhile.
+        # If the places differ from those that the target described, it was served anew since: send the new ones.
         moved = None if np.array_equal(self.places, self.state.places) else self.places
         lent = self.lent.get(address, NOTHING)
         return WriteTarget(self.state.rank, self.address, self.imm, lent, digest_of(self.state.places), moved)
 
     def take(self, step: Step, sources: Sequence[str]) -> None:
-        """Take note of how far it is. Raises UsageError for what cannot be."""
+        """Record a step of the target. Raises UsageError for a step out of order, or with impossible contents."""
         expected = ("lent", "counted", "committed")[len(self.steps) : len(self.steps) + 1]
         if (step.kind,) != expected:
             raise aiote.UsageError(f"it says {step.kind!r} after {self.steps}")
@@ -100,7 +100,7 @@ class Receiver:
 
 
 class Attempt:
-    """One try to bring a version to all replicas."""
+    """One attempt to bring a version to all replicas."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class Attempt:
         replicas: dict[str, list[Receiver]] = {}
         for target in controller.targets():
             several = replicas.setdefault(target.state.replica, [])
-            # One that has committed in an earlier attempt, of which others of its replica have not, has the bytes.
+            # A target that committed in an earlier attempt has the bytes, even if others of its replica failed then.
             if target.state.update not in made:
                 several.append(target)
         self.replicas = [Replica(name, targets) for name, targets in replicas.items() if name not in committed]
         self._changed = anyio.Event()
 
     async def run(self) -> None:
-        """Have memory lent, have it written, and commit where all is there."""
+        """Let targets lend memory, let sources write to it, and commit the replicas that have every byte."""
         async with anyio.create_task_group() as group:
             for replica in self.replicas:
                 group.start_soon(self._replica, replica)
@@ -142,7 +142,7 @@ class Attempt:
             for replica in self.replicas:
                 if late.cancelled_caught and not (replica.failure or replica.complete):
                     replica.fail(f"it did not have everything {self.controller.limit} s after the sources had ended")
-                # Where all is there, it does not matter who is lost.
+                # A complete replica needs no source any more, so it does not matter which source is lost.
                 if self.lost and not replica.complete:
                     replica.fail("a source was lost: " + "; ".join(self.lost.values()))
 
@@ -157,7 +157,7 @@ class Attempt:
     # Targets.
 
     async def _replica(self, replica: Replica) -> None:
-        """Follow the ranks of one replica to the end."""
+        """Follow all ranks of one replica until they have committed or the replica fails."""
         with replica.scope:
             async with anyio.create_task_group() as group:
                 for target in replica.targets:
@@ -191,7 +191,7 @@ class Attempt:
             why = str(error) or f"it took longer than {self.controller.limit} s for its commit"
             replica.fail(f"rank {target.state.rank} at {target.address}: {why}")
         finally:
-            # The memory is taken back before this returns, so that nothing of the update is written later.
+            # The end of the stream makes the target revoke its leases, so that sources cannot write after this returns.
             with anyio.move_on_after(self.controller.limit, shield=True):
                 await stream.aclose()
 
@@ -240,12 +240,12 @@ class Attempt:
                     )
 
     def _bytes(self, rank: int) -> int:
-        """Return how many bytes a source brings over, and gathers before; one whose shards are all empty has none."""
+        """Return how many bytes a source sends and gathers; 0 for a source whose shards are all empty."""
         traffic = self._plan.traffic
         return traffic.sent.get(rank, 0) + traffic.gathered.get(rank, 0)
 
     def _unplanned(self, rank: int, sent: Sent) -> str:
-        """Return what a source says of others with which the plan gives it nothing to do; empty where it does not."""
+        """Return an error if a source blames ranks with which the plan gives it nothing to do; else an empty string."""
         plan = self._plan
         if others := sent.lost.keys() - (plan.gathers_from(rank) if sent.lost else set()):
             return f"says that it cannot read from {sorted(others)}, from which it does not gather"
@@ -254,7 +254,7 @@ class Attempt:
         return ""
 
     def _lose(self, scope: anyio.CancelScope, lost: dict[str, str]) -> None:
-        """Take note of lost sources; what the others send is of use only where nothing more is needed."""
+        """Record lost sources, and stop the other sources unless every replica is complete or has failed."""
         self.lost.update(lost)
         if not all(one.failure or one.complete for one in self.replicas):
             scope.cancel()

@@ -1,14 +1,14 @@
-"""Sharing out bytes among the ranks that could send them, so that the busiest rank sends as little as possible.
+"""Distribute bytes among the ranks that can send them, so that the busiest rank sends as little as possible.
 
-What can be sent by the same ranks is one class: a weight and the set of its `holders`. If it may be divided at will,
-the least that the busiest rank can have is given by max-flow min-cut,
+All bytes that the same ranks can send form one class: a weight and the set of its `holders`. If classes may be divided
+at will, max-flow min-cut gives the least load that the busiest rank can have:
 
     bound = max over sets X of ranks of    weight of the classes that only X holds / |X|
 
-`shares` reaches it, and goes on below it: the ranks of the densest X are done, the rest is a smaller problem of the
-same kind. The result is the most even distribution there is, in whole bytes (each level is rounded up). X is found by
-Newton's iteration: try a level; where a maximum flow does not fit, the cut names a denser X, which gives the next
-level (Dinkelbach, 1967). All arithmetic is on integers, so every rank computes the same.
+`shares` reaches this bound, and then continues below it: the ranks of the densest X are done, and the rest is a smaller
+problem of the same kind. The result is the most even distribution possible, in whole bytes (each level is rounded up).
+Newton's iteration finds X: try a level; if the maximum flow does not carry all weight, the minimum cut names a denser
+X, which gives the next level (Dinkelbach, 1967). All arithmetic is on integers, so every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shares = dict[Holders, dict[int, int]]
 
 
 def shares(weights: Mapping[Holders, int]) -> Shares:
-    """Return how much of each class's weight each of its holders takes; nothing is left over."""
+    """Return how much of each class's weight each of its holders takes; together they take all of it."""
     found: Shares = {holders: dict.fromkeys(holders, 0) for holders in weights}
     for component in _components(weights):
         while component:
@@ -35,13 +35,13 @@ def shares(weights: Mapping[Holders, int]) -> Shares:
     return found
 
 
-# A class whose set of holders has shrunk: several classes may then have the same one, each with its weight.
+# The classes, each with its weight, whose holders are the same set after the ranks that are done were removed.
 Merged = dict[Holders, int]
 Component = dict[Holders, Merged]
 
 
 def _spread(found: Shares, classes: Merged, flow: Mapping[int, int]) -> None:
-    """Give the flow of one merged class to the classes in it, one after another."""
+    """Divide the flow of a merged class among the classes in it, one class after another."""
     left = dict(flow)
     for holders, weight in classes.items():
         for rank in left:
@@ -53,7 +53,7 @@ def _spread(found: Shares, classes: Merged, flow: Mapping[int, int]) -> None:
 
 
 def _without(component: Component, ranks: set[int]) -> Component:
-    """Return the classes with the holders that are not done."""
+    """Return the classes after removing ranks that are done from their holders."""
     rest: Component = {}
     for holders, classes in component.items():
         left = tuple(rank for rank in holders if rank not in ranks)
@@ -62,7 +62,7 @@ def _without(component: Component, ranks: set[int]) -> Component:
 
 
 def _components(weights: Mapping[Holders, int]) -> list[Component]:
-    """Return the classes by groups that share no rank."""
+    """Return the classes in groups, such that no two groups share a rank."""
     parent: dict[int, int] = {}
 
     def root(rank: int) -> int:
@@ -80,7 +80,7 @@ def _components(weights: Mapping[Holders, int]) -> list[Component]:
 
 
 def _densest(component: Component) -> tuple[Shares, set[int]]:
-    """Return a flow of the classes, and the ranks of the densest set, on which it is level."""
+    """Return a flow of the classes, and the densest set of ranks; in the flow, these ranks have an equal load."""
     weights = {holders: sum(classes.values()) for holders, classes in component.items()}
     ranks = {rank for holders in weights for rank in holders}
     dense = ranks
@@ -94,7 +94,10 @@ def _densest(component: Component) -> tuple[Shares, set[int]]:
 
 
 def _flow(weights: Mapping[Holders, int], level: int) -> tuple[Shares, set[int] | None]:
-    """Return a flow in which no rank has more than `level`, or the ranks of the cut that forbids one."""
+    """Return a flow that gives no rank more than `level`; if it does not carry all weight, also the ranks of the cut.
+
+    The cut is the set of ranks whose `level` is too low for the classes that only they hold.
+    """
     room: dict[int, int] = {rank: level for holders in weights for rank in holders}
     flow: Shares = {holders: dict.fromkeys(holders, 0) for holders in weights}
     at: dict[int, list[Holders]] = {rank: [] for rank in room}
@@ -102,7 +105,7 @@ def _flow(weights: Mapping[Holders, int], level: int) -> tuple[Shares, set[int] 
         for rank in holders:
             at[rank].append(holders)
         left = weight
-        # First an even share for each, then whatever fits.
+        # Give each holder an even share first, then whatever fits.
         for most in (-(-weight // len(holders)), weight):
             for rank in holders:
                 amount = min(most, left, room[rank])
@@ -123,7 +126,10 @@ Step = tuple[Holders, int]
 def _path(
     first: Holders, flow: Shares, at: Mapping[int, list[Holders]], room: Mapping[int, int]
 ) -> tuple[list[Step] | None, set[int]]:
-    """Return the shortest path from a class to a rank with room, over flow that can be moved; and all ranks reached."""
+    """Return the shortest path from a class to a rank with room, along flow that can be moved, and all ranks reached.
+
+    The path is None if no rank with room can be reached.
+    """
     came: dict[int, tuple[Holders, int | None]] = dict.fromkeys(first, (first, None))
     seen = {first}
     queue = deque(first)
@@ -148,7 +154,10 @@ def _path(
 
 
 def _push(path: list[Step], flow: Shares, room: dict[int, int], most: int) -> int:
-    """Move as much as fits along a path: each class gives up as much at the rank where the one before it arrives."""
+    """Move as much flow as fits along a path, and return it.
+
+    Each class on the path gives up that much at the rank where the flow of the class before it arrives.
+    """
     amount = min(most, room[path[-1][1]])
     for (_, rank), (holders, _) in itertools.pairwise(path):
         amount = min(amount, flow[holders][rank])
@@ -166,11 +175,12 @@ Piece = tuple[int, Holders]
 
 
 def place(pieces: Sequence[Piece], sent: Counter[int]) -> list[int]:
-    """Return which of its holders takes each piece, given by weight and holders, whole; add the weights to `sent`.
+    """Return the holder that takes each piece as a whole, and add the weights to `sent`. A piece is (weight, holders).
 
-    Each goes to the holder with least so far, the heaviest first, and of equal ones those with the fewest holders
-    (longest processing time first). Then the busiest rank gives a piece away as long as that helps, to a rank which
-    may have to give one away for it, and so on: for pieces of one weight the result is the best there is.
+    The heaviest piece is placed first, and of equal pieces the one with the fewest holders (longest processing time
+    first); each goes to the holder with the least load so far. Then the busiest rank gives pieces away while that
+    lowers the maximum. The rank that takes a piece may have to give one of its own away, and so on. For pieces of equal
+    weight the result is optimal.
     """
     taken = [0] * len(pieces)
     for number in sorted(range(len(pieces)), key=lambda n: (-pieces[n][0], len(pieces[n][1]), n)):
@@ -186,7 +196,10 @@ def place(pieces: Sequence[Piece], sent: Counter[int]) -> list[int]:
 
 
 def _chain(pieces: Sequence[Piece], taken: Sequence[int], sent: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return moves of pieces to other ranks after which the busiest rank has less and no other as much as it had."""
+    """Return moves of pieces to other ranks, after which these and the busiest rank have less than the latter has now.
+
+    Returns an empty list if there are no such moves.
+    """
     if not pieces:
         return []
     busiest = max(set(taken), key=lambda rank: (sent[rank], rank))
@@ -194,7 +207,7 @@ def _chain(pieces: Sequence[Piece], taken: Sequence[int], sent: Mapping[int, int
     mine: dict[int, list[int]] = {}
     for number, rank in enumerate(taken):
         mine.setdefault(rank, []).append(number)
-    # What a rank would have, once a piece has come to it, and the moves that bring it there.
+    # Each entry: a rank, its load once a piece has come to it, and the moves that bring the piece there.
     queue: deque[tuple[int, int, list[tuple[int, int]]]] = deque([(busiest, most, [])])
     seen = {busiest}
     while queue:

@@ -1,8 +1,8 @@
-"""A copy between two strided arrays, as boxes of both: what strides say, said by indices.
+"""Express a copy between two strided arrays as boxes of both arrays: turn strides into indices.
 
-A copy runs over some dimensions, each with a stride on either side. Where such a dimension is one dimension of both
-arrays, it is a side of a box. Others are merged with a neighbour (an array that was flattened), split in two (one that
-was given more dimensions), or walked through index by index (a slice with a step), up to a limit.
+A copy loops over some dimensions, each with a stride on either side. A loop that runs along a single dimension of both
+arrays becomes a side of a box. Any other loop is merged with a neighbour (the array was flattened), split in two (the
+array was given more dimensions), or unrolled index by index (a slice with a step), up to a limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Array", "boxes_between"]
 
 Shape = tuple[int, ...]
 MOST_BOXES = 1 << 16
-"""Of one copy. More would be an array that is moved element by element, and a plan of as many writes."""
+"""The most boxes of one copy. A copy with more would move an array element by element, by as many writes."""
 
 
 class Array:
-    """The shape of an array and its strides in elements, by default those of a dense one."""
+    """The shape of an array and its strides in elements. Without `strides` the array is dense."""
 
     def __init__(self, shape: Shape, strides: Shape | None = None) -> None:
         self.shape = shape
@@ -38,19 +38,22 @@ class Array:
         return tuple(found)
 
     def has(self, offset: int) -> bool:
-        """Tell whether an element of the array is at an offset."""
+        """Return whether an element of the array lies at an offset."""
         index = self.index(offset)
         there = sum(map(int.__mul__, index, self.strides))
         return there == offset and all(at < extent for at, extent in zip(index, self.shape, strict=True))
 
     def dimension(self, stride: int) -> int | None:
-        """Return the dimension with the largest stride up to this one."""
+        """Return the dimension with the largest stride that is at most `stride`, or None.
+
+        Dimensions with a single index are ignored.
+        """
         fitting = (dim for dim in self._order if self.shape[dim] > 1 and self.strides[dim] <= stride)
         return next(fitting, None)
 
 
 class _Loop(NamedTuple):
-    """A dimension that a copy runs over: how long, and the stride on either side."""
+    """A dimension that a copy loops over: its extent, and the stride on either side."""
 
     extent: int
     here: int
@@ -62,11 +65,11 @@ Box = tuple[Shape, Shape, Shape, Shape]
 
 
 def boxes_between(extent: Shape, source: Side, target: Side) -> list[Box]:
-    """Return a copy of so many elements as boxes: start in the source, start in the target, extent, and axes.
+    """Return a copy of `extent` elements as boxes: start in the source, start in the target, extent, and axes.
 
-    Each side is its array, the offset of the first element, and strides for the dimensions of `extent`, all in
-    elements. Extent and axes are by the target's dimensions, as in `recipe.Part`. Raises UsageError where it takes too
-    many boxes, or where a part of the target is not within its array.
+    Each side is a tuple: the array, the offset of the first element, and the strides for the dimensions of `extent`,
+    all in elements. A box's extent and axes have one number for each dimension of the target, as in `recipe.Part`.
+    Raises UsageError if the copy needs more than `MOST_BOXES` boxes, or if a part of the target lies outside its array.
     """
     if not all(extent):
         return []
@@ -80,7 +83,7 @@ def boxes_between(extent: Shape, source: Side, target: Side) -> list[Box]:
 
 
 def _merged(loops: list[_Loop]) -> list[_Loop]:
-    """Return the loops, outermost first by the target, with those that continue one another on both sides merged."""
+    """Return the loops sorted by the target's stride, outermost first; merge loops that continue one another."""
     kept: list[_Loop] = []
     for loop in sorted(loops, key=lambda loop: (-loop.there, -loop.here)):
         if kept and (kept[-1].here, kept[-1].there) == (loop.here * loop.extent, loop.there * loop.extent):
@@ -114,16 +117,16 @@ def _boxes(loops: list[_Loop], source: tuple[Array, int], target: tuple[Array, i
 
 
 def _check_within(array: Array, offset: int, start: Shape, extent: Shape) -> None:
-    """Raise UsageError unless a box that begins at an offset has elements of an array alone."""
+    """Raise UsageError unless a box that begins at an offset lies completely within an array."""
     there = sum(map(int.__mul__, start, array.strides))
     if there != offset or any(at < 0 or at + n > size for at, n, size in zip(start, extent, array.shape, strict=True)):
         raise UsageError(f"it goes beyond the array of shape {array.shape}, from the element at {offset} on")
 
 
 def _inside(extent: int, stride: int, array: Array, start: Shape) -> int:
-    """Return the most steps that stay within one dimension of an array, of those numbers that divide `extent`.
+    """Return how many steps at a time stay within one dimension of an array; the number divides `extent`.
 
-    It is 1 where steps leave some indices out.
+    It is 1 if a step skips indices of the dimension.
     """
     dim = array.dimension(stride)
     if dim is None or array.strides[dim] != stride:

@@ -1,16 +1,19 @@
-"""How a target tensor is divided into cells, which are what the planner deals among source ranks.
+"""The division of target tensors into cells. The planner deals cells among the source ranks.
 
-A cell is a box of the target that one source rank can make and send. Along each dimension, cells end where any source
-part, any rank's part of it, or any target rank's part ends; with quantization at the block's edges around such an end:
+A cell is a box of the target that one source rank can make and send. Along each dimension, cells end where a source
+part ends, where a source rank's share of it ends, or where a target rank's part ends. With quantization, they end at
+both edges of the block around such an end instead:
 
     source rank 0 | rank 1        edges at rows 0, 300, 600 with blocks of 128
     cells: [0, 256) of rank 0, [256, 384) of both, [384, 512) of rank 1, ...
 
-So a cell either lies in what one rank holds (`direct`), or has a block that crosses an edge: then it has several
-`atoms`, each of which comes from a rank of its own, and one rank must gather them. With `whole`, cells end nowhere but
-between the tensors of a stack: each rank makes complete tensors, as a schedule does that is built on `full_tensor`.
+A `direct` cell lies completely in what one rank holds. Any other cell has a block that crosses an edge: the cell
+consists of several `atoms`, different ranks hold different atoms, and one rank must gather them. With `whole`, cells
+end only between the tensors of a stack and around padding: each rank makes complete tensors, like a schedule that is
+built on `full_tensor`.
 
-Cells know no ranks and no names, only numbers (`Holder`); so equal tensors share them.
+Cells refer to parts and to what ranks hold by number (`Holder`). They contain no ranks and no names, so tensors that
+look the same share their cells.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ __all__ = ["Atom", "Cell", "Need", "cells_of", "clip", "from_source"]
 
 Point = tuple[int, ...]
 Holder = tuple[int, int, int]
-"""Numbers of a part, of what is held of its source tensor (`Sharding.held`), and of a piece of that."""
+"""Three indices: a part, an entry of its source tensor's `Sharding.held`, and a piece of that entry."""
 
 
 class Atom(NamedTuple):
-    """A box of a cell, and where it can be read."""
+    """A box of a cell, and the holders that can provide it."""
 
     start: Point
     stop: Point
@@ -41,7 +44,7 @@ class Atom(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What the ranks that hold number `held` of the target want of a cell: elements, and blocks with scales."""
+    """The elements and blocks (with scales) of a cell that each rank with entry `held` of the target needs."""
 
     held: int
     elements: int
@@ -49,7 +52,7 @@ class Need(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A box of the target. With `holders` any one of them has all of it; else it is gathered from its `atoms`."""
+    """A box of the target. Each of its `holders` has all of it; without holders it is gathered from its `atoms`."""
 
     start: Point
     stop: Point
@@ -59,18 +62,18 @@ class Cell(NamedTuple):
 
     @property
     def direct(self) -> bool:
-        """Whether it can be made of what a single rank holds."""
+        """Whether a single rank holds everything that the cell is made of."""
         return bool(self.holders)
 
 
 def clip(start: Point, stop: Point, low: Point, high: Point) -> tuple[Point, Point] | None:
-    """Return the box that two boxes share, None where they share nothing."""
+    """Return the intersection of two boxes, or None if they do not overlap."""
     first, last = tuple(map(max, start, low)), tuple(map(min, stop, high))
     return (first, last) if all(map(int.__lt__, first, last)) else None
 
 
 def from_source(part: Part, piece: Piece) -> tuple[Point, Point] | None:
-    """Return the box of the target that a part makes of a piece of its source, None where it makes nothing of it."""
+    """Return the box of the target that a part makes from a piece of its source; None if it does not use the piece."""
     fixed = set(range(len(part.source_start))).difference(part.axes)
     if not all(piece.start[d] <= part.source_start[d] < piece.stop[d] for d in fixed):
         return None
@@ -85,13 +88,13 @@ def from_source(part: Part, piece: Piece) -> tuple[Point, Point] | None:
 
 
 class _Grid:
-    """Edges along each dimension, and the boxes between them."""
+    """The edges along each dimension of a target, and the boxes between the edges."""
 
     def __init__(self, shape: Point) -> None:
         self.edges: list[list[int]] = [[0, extent] for extent in shape]
 
     def add(self, start: Point, stop: Point, block: Point) -> None:
-        """Add the ends of a box, each as the two edges of a block around it."""
+        """Add both ends of a box; each end adds the two edges of the block around it."""
         for edges, *ends, size in zip(self.edges, start, stop, block, strict=True):
             for end in ends:
                 edges += (end // size * size, min(-(-end // size) * size, edges[1]))
@@ -100,7 +103,7 @@ class _Grid:
         self.edges = [sorted(set(edges)) for edges in self.edges]
 
     def overlapping(self, start: Point, stop: Point) -> Iterator[Point]:
-        """Yield the numbers, by dimension, of the boxes that a box overlaps."""
+        """Yield each of the grid's boxes that overlaps a box, as one number for each dimension."""
         spans = (
             range(bisect_right(edges, low) - 1, bisect_left(edges, high))
             for edges, low, high in zip(self.edges, start, stop, strict=True)
@@ -115,9 +118,9 @@ class _Grid:
 def cells_of(
     target: Sharding, parts: Sequence[tuple[Part, Sharding]], block: tuple[int, int] | None, whole: bool
 ) -> tuple[Cell, ...]:
-    """Return the cells of a target with this sharding, in order; each part comes with its source's sharding.
+    """Return the cells of a target with this sharding, in order. Each part comes with its source's sharding.
 
-    Raises UsageError where no source rank holds what a part takes.
+    Raises UsageError if a part takes elements that no source rank holds.
     """
     size = (1,) * len(target.shape) if block is None else (1,) * (len(target.shape) - 2) + block
     boxes = [
@@ -133,7 +136,7 @@ def cells_of(
     found = []
     for at in sorted(atoms.keys() & needs.keys()):
         inside = atoms[at]
-        # With padding in it, a cell is no more than what its atoms say, even where one rank has all of that.
+        # A cell with padding is never direct: it consists of its atoms alone, even if one rank holds all of them.
         full = sum(_volume(atom.start, atom.stop) for atom in inside) == _volume(*coarse.box(at))
         common = [h for h in inside[0].holders if full and all(h in atom.holders for atom in inside)]
         wants = tuple(Need(held, *counts) for held, counts in sorted(needs[at].items()))
@@ -167,7 +170,7 @@ def _coarse_grid(
         if whole and all(part.axes[dim] < 0 for part, _ in parts):
             grid.edges[dim] += range(0, extent, size[dim])
     if not whole or sum(math.prod(part.extent) for part, _ in parts) < math.prod(target.shape):
-        # Padding must have cells of its own, or it would be written.
+        # Padding needs cells of its own: as part of a larger cell it would be written.
         for part, _ in parts:
             grid.add(*_box_of(part), size)
     grid.close()
@@ -180,7 +183,7 @@ def _atoms(
     boxes: Iterable[tuple[Point, Point, Holder]],
     coarse: _Grid,
 ) -> dict[Point, list[Atom]]:
-    """Return by cell the boxes in it that come from the same ranks; padding has none."""
+    """Return, by cell, the boxes in it whose elements all come from the same ranks; padding is in no box."""
     fine, one = _Grid(target.shape), (1,) * len(target.shape)
     for edges, coarse_edges in zip(fine.edges, coarse.edges, strict=True):
         edges += coarse_edges
@@ -205,7 +208,7 @@ def _atoms(
 
 
 def _needs(target: Sharding, coarse: _Grid, size: Point) -> dict[Point, dict[int, tuple[int, int]]]:
-    """Return by cell what each part that is held of the target takes of it, in elements and in blocks."""
+    """Return, by cell, how many elements and blocks of it each entry of the target's `Sharding.held` takes."""
     needs: dict[Point, dict[int, tuple[int, int]]] = {}
     for number, held in enumerate(target.held):
         for piece in held.pieces:

@@ -1,13 +1,15 @@
-"""The one that starts updates: it knows the ranks, has them plan, and decides who commits.
+"""The controller of updates: it knows the ranks, asks them to plan, starts updates, and decides which replicas commit.
 
-A replica gets a version when all its ranks have everything; one that fails stops no other. A source that fails ends
-the attempt for replicas that lack something: all ranks are looked at anew, the update is planned once more without the
-source, and what no other source holds is named in the error. What was written to `shadow` targets meanwhile is
-forgotten, the others are `torn` until the next commit.
+A replica gets a version once all its ranks have every byte; a replica that fails does not stop the others. If a source
+fails, the attempt ends for the replicas that still lack bytes. The controller then asks all ranks to describe
+themselves again, and plans the update without the failed source; if no other source holds an element, the error names
+its tensor. `shadow` targets discard what was written in the failed attempt; other targets are `torn` until the next
+commit.
 
-A controller that dies takes its update with it, for every target's part of it is a stream that ends then. The next one
-has a later epoch, before which the others' updates make way. Between two commits a death can leave the ranks of one
-replica with two versions; `describe` shows that, and the next update mends it.
+If a controller dies, its update ends, because each target takes part by a stream that ends with the controller. The
+next controller has a later epoch, so earlier controllers' updates make way for its own. If a controller dies between
+two commits, the ranks of one replica can be left with two versions; `describe` shows that, and the next update repairs
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ Places = Sequence[aiote.Address | str]
 
 
 class UpdateError(aiote.AioteError):
-    """No replica has the version (None: there is no plan for any). `reasons` says why, by replica's name or address."""
+    """No replica has the version. `reasons` says why, by replica's name or address.
+
+    `version` is None if the ranks could not be asked or planned with.
+    """
 
     def __init__(self, version: int | None, reasons: dict[str, str]) -> None:
         what = "nothing was planned" if version is None else f"version {version} was not committed"
@@ -60,7 +65,7 @@ class UpdateError(aiote.AioteError):
 
 @dataclass(slots=True)
 class UpdateReport:
-    """What an update did: seconds, replicas that committed, why others did not, and what each source has sent."""
+    """The result of an update: its seconds, replicas that committed, why others failed, and what each source sent."""
 
     version: int
     seconds: float = 0.0
@@ -71,12 +76,13 @@ class UpdateReport:
 
 
 class Controller:
-    """Starts updates of targets by sources; for one task at a time.
+    """Start updates of targets by sources. One task at a time may use a controller.
 
-    `engine` is its own; `sources` and `targets` are their engines' addresses, `recipe` and `gather` as of
-    `plan_update`. `epoch` is greater for each controller of the same ranks; by default the clock says it, in
-    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a lease, a
-    commit, and what a source sends, which may take a second more for every 16 MiB.
+    `engine` belongs to the controller alone. `sources` and `targets` are the addresses of the ranks' engines; `recipe`
+    and `gather` are as for `plan_update`. Each controller of the same ranks must have a greater `epoch` than the one
+    before; the default is the clock's time in nanoseconds. A rank fails if it takes longer than `limit` seconds for a
+    description, a plan, a lease or a commit. A source also fails if it sends for longer than `limit` seconds plus one
+    second for every 16 MiB. Raises UsageError without a source or a target, and if the engine is one of theirs.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class Controller:
         self.absent: dict[str, str] = {}
 
     async def describe(self) -> dict[str, TargetState]:
-        """Return what each target is and has now, by its address. Raises UpdateError where one cannot be reached."""
+        """Return each target's present state, by its address. Raises UpdateError if a target cannot be reached."""
         failed: dict[str, str] = {}
         found = await self._ask(self._targets, "describe", failed)
         if failed:
@@ -115,17 +121,20 @@ class Controller:
         return found
 
     async def prepare(self) -> UpdatePlan:
-        """Have every rank describe itself and plan; the first `update` does it, and one after a failure.
+        """Ask every rank to describe itself, and plan with all of them.
 
-        Ranks that cannot be reached are left out, with the others of a target's replica; `absent` says why, by address.
-        A target must have been there once: who was never has no replica that could go without it.
-        Raises UsageError for ranks that cannot be brought together, PlanMismatchError where one has another recipe,
-        UpdateError where the sources that are there do not hold everything, or no replica is there.
+        The first `update` calls this, and each `update` after a failure. Ranks that cannot be reached are left out, and
+        so is the whole replica of an unreachable target; `absent` says why, by address. Every target must have been
+        reached once, because only the target itself says which replica it belongs to.
+
+        Raises UsageError for ranks whose tensors do not fit together, PlanMismatchError if a rank has another recipe,
+        and UpdateError if a target was never reached, if the reachable sources do not hold everything, or if no replica
+        is left.
         """
         return await self._prepare({})
 
     async def _prepare(self, lost: dict[str, str]) -> UpdatePlan:
-        """Prepare without sources that failed in an update that goes on."""
+        """Prepare without the sources that failed earlier in the same update."""
         self.absent = dict(lost)
         others = {address: client for address, client in self._sources.items() if address not in lost}
         self._states = await self._ask(others, "describe", self.absent)
@@ -135,7 +144,7 @@ class Controller:
         unknown = {address: why for address, why in self.absent.items() if address in never}
         if unknown:
             raise UpdateError(None, unknown)
-        # A replica that lacks a rank cannot have a version.
+        # A replica that lacks a rank cannot get a version, so all its targets are left out.
         halves = {self._replica_of[address] for address in self.absent if address in self._replica_of}
         self._described = {address: one for address, one in self._described.items() if one.replica not in halves}
         try:
@@ -158,7 +167,7 @@ class Controller:
             make = functools.partial(planned, sources, targets, self.recipe, self.gather)
             plan: UpdatePlan
             plan, names = await in_thread(size, make)
-            # It says for how long sources may send; of a large model that takes long, too.
+            # The traffic says for how long sources may send. For a large model it takes long to compute, too.
             await in_thread(size, lambda plan=plan: plan.traffic)
             failed: dict[str, str] = {}
             refused: list[aiote.UsageError] = []
@@ -167,9 +176,10 @@ class Controller:
             if not failed:
                 break
             if len(refused) == len(chosen):
-                # What all of them say is of what they were given, and not one rank's word.
+                # All sources refuse, so the fault is in what they were given, and not in a single rank.
                 raise refused[0]
-            # They were lost since they described themselves: the others hold what they had, or the next plan says what.
+            # These were lost after they described themselves. Plan again: either the other sources hold everything, or
+            # the plan's error names what is missing.
             self.absent.update(failed)
             self._states = {address: one for address, one in self._states.items() if address not in failed}
         for address, digest in digests.items():
@@ -186,24 +196,24 @@ class Controller:
         return plan
 
     async def update(self, version: int, *, attempts: int = 3) -> UpdateReport:
-        """Bring a version to every target, and return what became of it.
+        """Bring a version to every target, and return a report.
 
-        Each of up to `attempts` tries goes without the sources that failed before, to the replicas that have not
-        committed yet. Cancelling it aborts the update everywhere; when it has ended, no target has more of it than what
-        was committed, and nothing is written any more. Raises UpdateError where no replica has the version, and what
-        `prepare` raises.
+        There are up to `attempts` attempts. Each goes without the sources that failed before, and to the replicas that
+        have not committed yet. Cancelling aborts the update everywhere. Once this has returned or raised, only targets
+        that committed have the version, and sources write no more of it. Raises UpdateError if no replica has the
+        version, and everything that `prepare` raises.
         """
         report = UpdateReport(version)
         begun = time.monotonic()
         if self.plan is None:
             await self.prepare()
-        # Whatever happens now but the commit of all, the next update looks at the ranks anew.
+        # Unless all replicas commit, the next update must ask the ranks to describe themselves again.
         plan, self.plan = self.plan, None
         lost: dict[str, str] = {}
         made: list[Update] = []
         while plan is not None:
             report.attempts += 1
-            # Each attempt is an update of its own, so that one that failed can be made once more.
+            # Each attempt has an epoch of its own, because ranks refuse an update that they have seen before.
             self.epoch += 1
             made.append(Update(self.epoch, version))
             found = await self._attempt(plan, made, report)
@@ -224,7 +234,7 @@ class Controller:
         return report
 
     async def _without(self, version: int, lost: dict[str, str]) -> UpdatePlan:
-        """Look at all ranks anew, and plan without sources that failed. Raises UpdateError: what no other holds."""
+        """Ask all ranks again, and plan without failed sources. Raises UpdateError if other sources lack their part."""
         try:
             return await self._prepare(lost)
         except (aiote.UsageError, UpdateError) as error:
@@ -233,7 +243,7 @@ class Controller:
             self.plan = None
 
     async def _attempt(self, plan: UpdatePlan, made: Sequence[Update], report: UpdateReport) -> dict[str, str]:
-        """Try once; return the sources that failed, and why. `made` are the attempts so far, this one the last."""
+        """Make one attempt; return the sources that failed, and why. `made` has the attempts so far, this one last."""
         attempt = Attempt(self, plan, made, self._written, report.committed)
         with plain_errors():
             await attempt.run()
@@ -244,11 +254,11 @@ class Controller:
         return attempt.lost
 
     def targets(self) -> list[Receiver]:
-        """Return the targets of the plan."""
+        """Return a new receiver for each target of the plan."""
         return [Receiver(address, state, self._targets[address]) for address, state in self._described.items()]
 
     def sources(self) -> dict[str, tuple[int, SourceService]]:
-        """Return the rank and the service of each source of the plan."""
+        """Return the rank and the service client of each source of the plan, by its address."""
         return {address: (state.rank, self._sources[address]) for address, state in self._states.items()}
 
     async def _ask(
@@ -259,7 +269,10 @@ class Controller:
         *arguments: Any,
         refused: list[aiote.UsageError] | None = None,
     ) -> dict[str, Any]:
-        """Call a method of several ranks at once; what fails stands in `failed` then, and UsageErrors in `refused`."""
+        """Call a method of several ranks at once, and return the answers by address.
+
+        Adds the reason of each failure to `failed`, and each UsageError to `refused`.
+        """
         answers: dict[str, Any] = {}
 
         async def ask(address: str, client: Any) -> None:

@@ -1,10 +1,10 @@
-"""Changing elements on their way: casts, and quantization by blocks with a scale for each.
+"""Convert elements on their way to a target: casts, and quantization by blocks with one scale for each block.
 
 A block's scale is its largest magnitude divided by the greatest finite value of the type, as for DeepSeek-V3's weights
-(`weight_scale_inv`); an element is the value divided by the scale, rounded to nearest even. F8_E4M3 is rounded here, on
-the bits of 32-bit numbers: 1 GiB/s of BF16 a core, 15 times as fast as ml_dtypes. torch quantizes 1.4 GiB/s, but on all
-cores at once: where ranks share these, its threads wait for each other, 10 ms a call. Casts are torch's where it is
-loaded already. All give the same bytes (tests/weights/test_convert.py).
+(`weight_scale_inv`). A quantized element is the value divided by the scale, rounded to nearest even. This module rounds
+to F8_E4M3 itself, on the bits of 32-bit numbers: 1 GiB/s of BF16 a core, 15 times as fast as ml_dtypes. torch quantizes
+1.4 GiB/s, but uses all cores at once: if several ranks share the cores, torch's threads wait for each other, 10 ms a
+call. Casts use torch if the program has loaded it. All ways give the same bytes (tests/weights/test_convert.py).
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ __all__ = ["cast", "quantize", "temporary_bytes"]
 
 E4M3_MAX = 448.0
 SLICE_BYTES = 1 << 20
-"""Work is done on slices of about so many bytes of 32-bit numbers: they stay in the cache, and little is held."""
+"""Conversions process slices of about this many bytes of 32-bit numbers: these fit the cache and take little memory."""
 
 
 def temporary_bytes(shape: tuple[int, ...], block: tuple[int, int] | None) -> int:
-    """Return what a conversion of an array holds besides its input and its output, at most; with `block` quantized."""
+    """Return the most bytes that a conversion of an array holds besides its input and its output.
+
+    With a `block` the conversion is a quantization, otherwise a cast.
+    """
     elements = math.prod(shape)
     if block is None:
         return min(elements, SLICE_BYTES // 4) * 8
     rows, columns = shape[-2:]
     high, wide = -(-rows // block[0]), -(-columns // block[1])
     at_once = min(high, _blocks_at_once(columns, block[0]))
-    # Of a slice, filled up to whole blocks: 32-bit numbers, what they become, a step of that, signs and a mask.
+    # For a slice, rounded up to whole blocks: 32-bit numbers, their codes, an intermediate array, signs and a mask.
     return at_once * wide * math.prod(block) * 14 + math.prod(shape[:-2]) * high * wide * 16
 
 
 def cast(source: Bytes, dtype: str, target: Bytes, to: str) -> None:
-    """Convert dense elements of one type into another's; both are given as bytes.
+    """Convert dense elements from one type to another. `source` and `target` are the elements' bytes.
 
-    A value that is too large for the type becomes infinite, or not a number where it has no infinity.
+    A value that is too large for the target type becomes infinite, or NaN if the type has no infinity.
     """
     torch = _torch(dtype, to)
     step = SLICE_BYTES // 4
@@ -65,10 +68,10 @@ def quantize(
     target: tuple[Bytes, str],
     scales: tuple[Bytes, str],
 ) -> None:
-    """Quantize a dense array by blocks of its two innermost dimensions, which begin at index 0 of each.
+    """Quantize a dense array by blocks of its two innermost dimensions; blocks begin at index 0 of each.
 
-    `target` and `scales` are bytes and types: elements in the same order, and scales of ceil(extent / block). A block
-    of zeros has scale 1.
+    `target` and `scales` are each a pair of bytes and a type. `target` takes the elements in the same order, `scales`
+    takes ceil(extent / block) scales for each of the two dimensions. A block of zeros has scale 1.
     """
     rows, columns = shape[-2:]
     high, wide = -(-rows // block[0]), -(-columns // block[1])
@@ -88,7 +91,7 @@ def _blocks_at_once(columns: int, high: int) -> int:
 
 
 def _slices(matrices: int, rows: int, columns: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of rows that hold whole blocks: matrix, first row, end."""
+    """Yield runs of rows that consist of whole blocks, as (matrix, first row, end)."""
     step = high * _blocks_at_once(columns, high)
     for matrix in range(matrices):
         for first in range(0, rows, step):
@@ -107,7 +110,7 @@ def _quantized(
         bits <<= 16
     else:
         values[:count, :columns] = some.view(dtype_of(dtype)).reshape(count, columns)
-    # One dimension after the other: rows of a block are longer than numpy's inner loop over a block would be.
+    # Reduce one dimension after the other: numpy's inner loop then runs over a whole row, not over a block's short row.
     largest = np.abs(values).reshape(high, block[0], -1).max(axis=1).reshape(high, wide, -1).max(axis=2)
     scales[:] = _scales(largest, E4M3_MAX if to == "F8_E4M3" else float(_ml_finfo(dtype_of(to)).max))
     blocks = values.reshape(high, block[0], wide, block[1])
@@ -119,10 +122,10 @@ def _quantized(
 
 
 def _e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the bytes of numbers in F8_E4M3, rounded to nearest even; `values` are lost.
+    """Return numbers as bytes of F8_E4M3, rounded to nearest even. Overwrites `values`.
 
-    A normal number loses 20 bits of its fraction and has another bias. A smaller one is a multiple of 2 ** -9, which is
-    the last place of 2 ** 14: added to that it is rounded. What is too large is not a number.
+    A normal number loses 20 bits of its fraction and gets another bias. A subnormal number is rounded to a multiple of
+    2 ** -9 by adding 2 ** 14, whose last place is 2 ** -9. A number that is too large becomes NaN.
     """
     bits = values.view(np.uint32)
     signs = (bits >> 24).astype(np.uint8)
@@ -143,7 +146,7 @@ def _e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _scales(largest: Any, greatest: float) -> Any:
-    # In this order in either library, so that the last bit agrees.
+    # Divide in this order with torch and with numpy, so that both give the same last bit.
     return np.where(largest > 0, largest / np.float32(greatest), np.float32(1.0))
 
 
@@ -154,7 +157,7 @@ def _ml_finfo(dtype: np.dtype[Any]) -> Any:
 
 
 def _torch(*names: str) -> Any:
-    """Return torch where the program has loaded it, and it knows these types."""
+    """Return torch if the program has loaded it and it has these types, else None."""
     torch = sys.modules.get("torch")
     known = torch is not None and all(hasattr(torch, ML_DTYPES.get(name, NUMPY.get(name, ""))) for name in names)
     return torch if known else None

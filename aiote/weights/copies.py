@@ -1,8 +1,8 @@
-"""Strided copies: which elements of one array become which of another, and nothing else.
+"""Strided copies: which elements of one array go where in another. This module knows neither memory nor transfers.
 
-A copy is rows of both arrays, as write lists take them. Offsets and strides count elements of either side's own type,
-from the beginning of the tensor's local part (or of what the task has staged). Dimensions that follow one another on
-both sides are merged, so that a contiguous block is one dimension with strides of 1.
+A copy consists of rows of both arrays, as write lists take them. On each side, offsets and strides count elements of
+that side's own type, from the beginning of the tensor's local part (or of the task's staging array). Dimensions that
+are contiguous on both sides are merged, so that a contiguous block is one dimension with strides of 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Point = tuple[int, ...]
 
 
 class Copy(NamedTuple):
-    """Element i (a tuple within `shape`) goes from source_offset + i . source_strides to the same of the target."""
+    """Element i goes from source_offset + i . source_strides to target_offset + i . target_strides.
+
+    i is a tuple of indices within `shape`.
+    """
 
     source: str
     target: str
@@ -38,14 +41,14 @@ class Copy(NamedTuple):
 
     @property
     def run(self) -> int:
-        """How many elements lie together on both sides; the copy is elements / run such runs."""
+        """How many elements are contiguous on both sides. The copy consists of elements / run such runs."""
         return self.shape[-1] if self.source_strides[-1] == self.target_strides[-1] == 1 else 1
 
 
 def merged(
     source: str, target: str, shape: Point, offsets: tuple[int, int], source_strides: Point, target_strides: Point
 ) -> Copy:
-    """Return a copy with as few dimensions as it needs, the innermost last by the target's strides."""
+    """Return a copy with as few dimensions as possible, sorted by the target's strides, the innermost last."""
     rows = [row for row in zip(target_strides, source_strides, shape, strict=True) if row[2] > 1]
     kept: list[tuple[int, int, int]] = []
     for there, here, extent in sorted(rows, key=lambda row: (-row[0], -row[1])):
@@ -58,7 +61,7 @@ def merged(
 
 
 def pieces_in(held: Held, start: Point, stop: Point) -> Iterator[tuple[Piece, Point, Point]]:
-    """Yield each piece of what a rank holds that has something of a box, and what it has of it."""
+    """Yield each piece of a rank's part that overlaps a box, and the start and stop of the overlap."""
     for piece in held.pieces:
         shared = clip(start, stop, piece.start, piece.stop)
         if shared:
@@ -66,20 +69,20 @@ def pieces_in(held: Held, start: Point, stop: Point) -> Iterator[tuple[Piece, Po
 
 
 def offset_in(held: Held, piece: Piece, at: Point) -> int:
-    """Return where an index of the tensor lies in what a rank holds, in elements."""
+    """Return the offset, in elements, of an index of the tensor in a rank's part."""
     numbers = zip(at, piece.start, piece.local, held.strides, strict=True)
     return sum((index - start + local) * stride for index, start, local, stride in numbers)
 
 
 class Origin(NamedTuple):
-    """What a box of the target comes from: a part of it, and a piece of what a rank holds of the part's source."""
+    """The origin of a box of the target: a recipe part, a rank's part of the source tensor, and a piece of that."""
 
     part: Part
     held: Held
     piece: Piece
 
     def offset(self, at: Point) -> int:
-        """Return where the element lies that an index of the target stands for."""
+        """Return the offset in the source rank's part of the element that an index of the target takes."""
         index = list(self.part.source_start)
         for a, d in enumerate(self.part.axes):
             if d >= 0:
@@ -88,12 +91,12 @@ class Origin(NamedTuple):
 
     @property
     def strides(self) -> Point:
-        """How far apart elements lie that are neighbours in each dimension of the target."""
+        """The source's strides by the target's dimensions: how far apart neighbours along a dimension lie."""
         return tuple(self.held.strides[d] if d >= 0 else 0 for d in self.part.axes)
 
 
 def relocate(origin: Origin, target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
-    """Yield the copies of a box of the target straight from a source rank's part into a target rank's."""
+    """Yield the copies of a box of the target straight from a source rank's part into a target rank's part."""
     for piece, low, high in pieces_in(target, start, stop):
         offsets = origin.offset(low), offset_in(target, piece, low)
         extent = tuple(map(int.__sub__, high, low))
@@ -101,7 +104,7 @@ def relocate(origin: Origin, target: Held, name: str, start: Point, stop: Point)
 
 
 def load(origin: Origin, name: str, box: tuple[Point, Point], start: Point, stop: Point) -> Copy:
-    """Return the copy of a part of `box` from a source rank into a dense staging array of the whole box."""
+    """Return the copy of a part of `box` out of a source rank's part into a dense staging array of the whole box."""
     strides = dense(tuple(map(int.__sub__, box[1], box[0])))
     there = sum(map(int.__mul__, map(int.__sub__, start, box[0]), strides))
     extent = tuple(map(int.__sub__, stop, start))

@@ -1,4 +1,7 @@
-"""What a loader copies to its parameters while it is recorded: parts by the box of the parameter that they fill."""
+"""The log of the copies that a loader makes to its parameters while it is recorded.
+
+The log holds recipe parts, by the box of the parameter that each part fills.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from .traced import Elements, RecordError
 __all__ = ["CopyLog", "Memory", "memory_of"]
 
 ROUNDED_DIFFERENTLY = {("F64", "F16")}
-"""torch rounds to 32 bits before. A trainer converts by torch where it has loaded that."""
+"""Conversions whose result depends on the library: torch rounds to 32 bits first, numpy does not. A trainer uses torch
+for conversions if it has loaded torch."""
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 
 class Memory(NamedTuple):
-    """Where a tensor or an array lies: in which storage, from which byte on, and by which strides, in elements."""
+    """Where a tensor or an array lies: its storage, its first byte there, its shape, its strides in elements."""
 
     storage: int
     first: int
@@ -38,7 +42,7 @@ class Memory(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte after its last element; strides are not negative."""
+        """The byte after the last element. Strides must not be negative."""
         reach = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
         return self.first + (reach + 1) * ITEMSIZE[self.dtype]
 
@@ -48,7 +52,7 @@ def memory_of(tensor: Any) -> Memory:
     if hasattr(tensor, "untyped_storage"):
         tensor = tensor.data
         name, shape = dtype_name(tensor.dtype), tuple(map(int, tensor.shape))
-        # The storage and not the address: there is none on the device "meta".
+        # Use the storage and not the address, because tensors on the device "meta" have no address.
         storage, first = tensor.untyped_storage()._cdata, tensor.storage_offset() * ITEMSIZE[name]
         return Memory(storage, first, shape, tuple(map(int, tensor.stride())), name)
     if not isinstance(tensor, np.ndarray):
@@ -61,14 +65,14 @@ def memory_of(tensor: Any) -> Memory:
 
 
 class CopyLog:
-    """The copies that a loader makes. `sources` are shapes and types by name."""
+    """The copies that a loader makes. `sources` has the shape and the type of each source tensor by name."""
 
     def __init__(self, parameters: Mapping[str, Any], sources: Mapping[str, tuple[Shape, str]]) -> None:
         self._sources = sources
         self.memory: dict[str, Memory] = {}
         for name, parameter in parameters.items():
             memory = _memory_of_parameter(name, parameter)
-            if memory not in self.memory.values():  # else it is another name of the same: tied weights
+            if memory not in self.memory.values():  # otherwise it is another name of the same memory: tied weights
                 self.memory[name] = memory
         self._in_storage: dict[int, list[str]] = {}
         for name, memory in self.memory.items():
@@ -79,14 +83,14 @@ class CopyLog:
         self._refusal: RecordError | None = None
 
     def refused(self, error: RecordError) -> RecordError:
-        """Note a refusal, so that it is told even if the loader catches it; return it."""
+        """Record a refusal, so that `check` raises it even if the loader catches it; return it."""
         self._refusal = self._refusal or error
         return error
 
     def check(self) -> None:
-        """Raise what was refused, where the loader went on; and RecordError for boxes that overlap.
+        """Raise the first refusal, which the loader may have caught. Raise RecordError for boxes that overlap.
 
-        A plan has no order of writes.
+        Boxes must not overlap because a plan does not order its writes.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -94,7 +98,7 @@ class CopyLog:
             _check_apart(name, sorted(parts))
 
     def copied(self, target: Any, elements: Elements) -> None:
-        """Note that a part of a parameter, as a view of it, gets these elements, which have its shape."""
+        """Record that the loader copies elements to a view of a parameter of the same shape."""
         try:
             self._copied(memory_of(target), elements)
         except RecordError as error:
@@ -123,15 +127,15 @@ class CopyLog:
                         f"{name}: the loader copies several elements of {piece.source} to the one at {start}"
                     )
                 made[box] = Part(piece.source, source_start, start, extent, axes)
-        # A part that fills the same box as an earlier one takes its place.
+        # A part that fills the same box as an earlier part replaces it.
         self.parts[name].update(made)
 
     def _find(self, view: Memory, elements: Elements) -> tuple[str, Memory, int]:
-        """Return the parameter that a view is of, and where in it the view begins, in elements."""
+        """Return the name and the memory of the parameter of a view, and the element at which the view begins."""
         for name in self._in_storage.get(view.storage, ()):
             memory = self.memory[name]
             offset, rest = divmod(view.first - memory.first, ITEMSIZE[memory.dtype])
-            # Parameters may lie in each other's gaps.
+            # One parameter may lie in the gaps of another, so being within its extent is not enough.
             if offset >= 0 and Array(memory.shape, memory.strides).has(offset):
                 if view.dtype != memory.dtype or rest:
                     raise RecordError(f"{name}: the loader writes {elements.name} to it as {view.dtype}")
@@ -153,7 +157,7 @@ class CopyLog:
             raise RecordError(f"{name}: the loader makes it of {self.dtypes[name]} and {casts[0]}; make them one type")
 
     def loaded_in(self, values: Any) -> str | None:
-        """Return the parameter of which values have elements that were copied before, if they are of any."""
+        """Return the name of the parameter with which `values` share elements that the loader has copied, or None."""
         try:
             view = memory_of(values)
         except (UsageError, RuntimeError, NotImplementedError):
@@ -164,11 +168,11 @@ class CopyLog:
         return None
 
     def _loaded_beside(self, values: Any) -> str | None:
-        """Return a loaded parameter that lies in the same storage as values of a type without a name."""
+        """Return the name of a loaded parameter in the same storage as `values`, whose type has no name; or None."""
         try:
             names = self._in_storage.get(values.untyped_storage()._cdata, ())
         except (AttributeError, RuntimeError, NotImplementedError):
-            return None  # no memory that a parameter could lie in
+            return None  # `values` have no memory that a parameter could share
         return next((name for name in names if self.parts[name]), None)
 
     def _meets(self, view: Memory, memory: Memory, parts: Mapping[Box, Part]) -> bool:
@@ -181,7 +185,7 @@ class CopyLog:
         try:
             found = boxes_between(view.shape, whole, (Array(memory.shape, memory.strides), offset, view.strides))
         except UsageError:
-            return True  # it has other memory besides, or takes many boxes
+            return True  # the view also covers other memory, or consists of too many boxes
         boxes = [(start, tuple(map(int.__add__, start, extent))) for _, start, extent, _ in found]
         return any(_overlap(box, part) for box in boxes for part in parts)
 
@@ -208,7 +212,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def _check_apart(name: str, boxes: list[Box]) -> None:
-    """Raise RecordError unless boxes, in the order of their starts, have nothing in common."""
+    """Raise RecordError if any two boxes overlap. The boxes must be sorted by their starts."""
     near: list[Box] = []
     for start, stop in boxes:
         near = [(low, high) for low, high in near if high[:1] > start[:1]]

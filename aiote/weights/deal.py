@@ -1,13 +1,14 @@
-"""Dealing the cells of all targets among the source ranks that could send them.
+"""Deal the cells of all targets among the source ranks that can send them.
 
-A cell's weight is the bytes that leave its sender: those of the box, once for each target rank that wants it. It may be
-divided into granules, rows or whole blocks. Large granules go first, each as a whole (`balance.place`). Then the other
-cells with the same possible senders stand in one line, and `balance.shares` says how many bytes of the line each sender
-takes, given what each has already. So at most one cell at each boundary is divided. What rounding gives one rank too
-much, the next lines take from it; those with the largest granules come first, so that finer ones make up for them.
+A cell's weight is the number of bytes that leave its sender: the bytes of its box, once for each target rank that needs
+it. A cell may be divided into granules: rows, or whole blocks. Large granules are dealt first, each as a whole
+(`balance.place`). Then the remaining cells with the same possible senders form one line, a sequence of bytes.
+`balance.shares` says how many bytes of a line each sender takes, given what the sender has already. So at most one cell
+is divided at each boundary between two senders. If rounding gives a rank too many bytes, it takes fewer from the next
+lines. Lines with the largest granules come first, so that finer granules make up for their rounding.
 
-With `whole` (complete tensors, as after `full_tensor`), nothing is divided: every target rank of a tensor gets one
-sender, the one with the fewest bytes so far, largest tensors first.
+With `whole` (complete tensors, as after `full_tensor`), cells are not divided. Every target rank gets a tensor from one
+sender, the sender with the fewest bytes so far; the largest tensors are dealt first.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ __all__ = ["Unit", "deal", "deal_whole", "demands", "halves", "ranks_of"]
 Point = tuple[int, ...]
 Makers = tuple[int, ...]
 COARSE = 3
-"""A granule is large if it has more than 1 / COARSE of what a rank sends.
+"""A granule is large if it has more than 1 / COARSE of the bytes that a rank sends.
 
-Smaller ones follow the shares better: in 2000 random plans the busiest rank had at most 0.83 of a granule more than the
-bound of `balance`; with 5 here it was 1.4, with 64 it was 12.
+Lines of smaller granules follow the shares closely: in 2000 random plans the busiest rank had at most 0.83 of a granule
+more than the bound of `balance`. With COARSE = 5 it had up to 1.4 granules more, with 64 up to 12.
 """
 MANY = 256
-"""As many granules along a dimension are enough to divide a cell there, though others may have more."""
+"""A cell is divided along its outermost dimension with this many granules, even if another dimension has more."""
 
 
 class Unit(NamedTuple):
-    """A box of a target that one source rank makes and sends: to `ranks`, or without them to all that want it."""
+    """A box of a target that one source rank makes and sends to `ranks`; if None, to all target ranks that need it."""
 
     entry: int
     cell: int
@@ -48,7 +49,7 @@ class Unit(NamedTuple):
 
 
 def halves(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
-    """Return the halves of a unit along its outermost dimension of several granules; none of a single granule."""
+    """Return the two halves of a unit along its outermost dimension with several granules; () for a single granule."""
     for dim, (start, stop, step) in enumerate(zip(unit.start, unit.stop, size, strict=True)):
         middle = start + -(-(stop - start) // step) // 2 * step
         if middle > start:
@@ -65,7 +66,7 @@ def halves(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
 
 
 class _Item(NamedTuple):
-    """A cell in a line: its weight, the dimension along which it may be divided, and into how many granules."""
+    """A cell in a line: its weight, the dimension along which it may be divided, and its granules along that."""
 
     entry: int
     cell: int
@@ -75,12 +76,12 @@ class _Item(NamedTuple):
 
 
 def ranks_of(entry: Entry, holder: Holder, sources: Layout) -> tuple[int, ...]:
-    """Return the source ranks that hold what one of a cell's or an atom's `holders` names."""
+    """Return the source ranks that one of the `holders` of a cell or an atom stands for."""
     return sources.tensors[entry.parts[holder[0]].source].ranks[holder[1]]
 
 
 def _makers(entry: Entry, cell: Cell, sources: Layout) -> Makers:
-    """Return the ranks that may make a cell: those that have all of it, else those that have some."""
+    """Return the ranks that may make a cell: those that hold all of it, or if there are none, those that hold some."""
     several = [cell.holders] if cell.direct else [atom.holders for atom in cell.atoms]
     if len(several) == len(several[0]) == 1:
         return ranks_of(entry, several[0][0], sources)
@@ -89,7 +90,7 @@ def _makers(entry: Entry, cell: Cell, sources: Layout) -> Makers:
 
 
 def demands(entries: Sequence[Entry], sources: Layout, targets: Layout) -> dict[Makers, int]:
-    """Return the bytes that have to come from each set of possible senders, between them. No plan changes that."""
+    """Return how many bytes each set of possible senders must send between them; this is the same for every plan."""
     found: dict[Makers, int] = {}
     for entry in entries:
         for cell in entry.cells:
@@ -100,7 +101,7 @@ def demands(entries: Sequence[Entry], sources: Layout, targets: Layout) -> dict[
 
 
 def deal(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:
-    """Return units that make every cell once, in the order of the cells, as evenly as the holders allow."""
+    """Return units that make every cell once, in the order of the cells, dealt as evenly as the holders allow."""
     lines: dict[Makers, list[_Item]] = {}
     for number, entry in enumerate(entries):
         for at, cell in enumerate(entry.cells):
@@ -127,7 +128,10 @@ def deal(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Uni
 
 
 def _item(entry: Entry, cell: Cell, number: int, at: int, weight: int) -> _Item:
-    """Return a cell that may be divided along its outermost dimension of `MANY` granules, or that which has most."""
+    """Return a cell as an item that may be divided along one dimension.
+
+    This is the outermost dimension of at least `MANY` granules, or if there is none, the dimension with the most.
+    """
     counts = [-(-(b - a) // s) for a, b, s in zip(cell.start, cell.stop, entry.size, strict=True)]
     dim = next((d for d, count in enumerate(counts) if count >= MANY), None)
     if dim is None:
@@ -138,7 +142,7 @@ def _item(entry: Entry, cell: Cell, number: int, at: int, weight: int) -> _Item:
 def _deal_coarse(
     entries: Sequence[Entry], lines: Mapping[Makers, Sequence[_Item]], most: int, sent: Counter[int]
 ) -> Iterator[Unit]:
-    """Yield units of single granules that have more than `most` bytes, and add what their makers send to `sent`."""
+    """Yield a unit for each granule of more than `most` bytes, and add the bytes that its maker sends to `sent`."""
     coarse = [
         (item, granule, makers)
         for makers, line in lines.items()
@@ -154,7 +158,10 @@ def _deal_coarse(
 def _divide(
     entries: Sequence[Entry], items: Sequence[_Item], quotas: Mapping[int, int], surplus: dict[int, int]
 ) -> Iterator[Unit]:
-    """Yield the units of a line, with the bytes that each rank takes as near to its quota as granules allow."""
+    """Yield the units of a line. Each rank's bytes are as close to its quota as granules allow.
+
+    Adds to `surplus` how many bytes each rank has taken above its quota.
+    """
     bounds = _bounds(quotas, surplus)
     position, at = 0, 0
     taken = dict.fromkeys(quotas, 0)
@@ -164,7 +171,7 @@ def _divide(
             rank, end = bounds[at]
             last = item.granules
             if at + 1 < len(bounds):
-                # Granules up to the boundary, to the nearest; integers, so that all ranks round alike.
+                # Granules up to the boundary, rounded to the nearest. Integers make all ranks round alike.
                 last = min(last, (2 * (end - position) * item.granules + item.weight) // (2 * item.weight))
             if last > first:
                 yield _unit(entries, item, first, last, rank)
@@ -178,7 +185,7 @@ def _divide(
 
 
 def _bounds(quotas: Mapping[int, int], surplus: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return who takes a line up to which byte: quotas, less what a rank has got too much before."""
+    """Return (rank, end) pairs: the rank takes the line up to byte `end`. An earlier surplus reduces a rank's quota."""
     total = sum(quotas.values())
     wanted = {rank: max(0, quota - surplus.get(rank, 0)) for rank, quota in quotas.items()}
     wanted = {rank: want for rank, want in wanted.items() if want} or dict(quotas)
@@ -203,7 +210,7 @@ def _unit(entries: Sequence[Entry], item: _Item, first: int, last: int, rank: in
 
 
 def deal_whole(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:
-    """Return units that make whole cells, each target rank's from one sender, in the order of the cells."""
+    """Return units that make whole cells, in the order of the cells; each target rank gets a cell from one sender."""
     jobs = []
     for number, entry in enumerate(entries):
         for at, cell in enumerate(entry.cells):
@@ -227,7 +234,7 @@ def deal_whole(entries: Sequence[Entry], sources: Layout, targets: Layout) -> li
 
 
 def _senders(entry: Entry, cell: Cell, sources: Layout, sent: Mapping[int, int]) -> Sequence[int]:
-    """Return the ranks that share a cell: all that have it, else one replica of those that gather it."""
+    """Return the ranks that share the sending of a cell: all that hold it, or else one replica that gathers it."""
     makers = _makers(entry, cell, sources)
     groups = [ranks_of(entry, atom.holders[0], sources) for atom in cell.atoms]
     if cell.direct or all(makers[0] in ranks for ranks in groups):

@@ -1,4 +1,4 @@
-"""Element types by the names that safetensors writes: "BF16", "F8_E4M3", "F32"."""
+"""Element types, named as in safetensors files: "BF16", "F8_E4M3", "F32"."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHER_NAMES |= {
 }
 OTHER_NAMES |= {f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)}
 LONG_NAMES = {name: long for long, name in OTHER_NAMES.items()}
-"""What torch, numpy and ml_dtypes name a type; where there are two names, that with the number of bits."""
+"""The name of each type in torch, numpy and ml_dtypes; of two names, the name that contains the number of bits."""
 
 NUMPY = {
     "BOOL": "bool",
@@ -57,7 +57,7 @@ NUMPY = {
 }
 ML_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
-# Types each of whose values another type has, too.
+# For each type, the types that can represent all of its values.
 EMBEDDED = {
     "BOOL": "U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64",
     "U8": "U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64",
@@ -76,9 +76,9 @@ EMBEDDED = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return safetensors' name of an element type, given as that, or as torch, numpy or ml_dtypes name it.
+    """Return safetensors' name of an element type, given by that name, or as in torch, numpy or ml_dtypes.
 
-    Raises UsageError for what has no such name, packed types of less than a byte among them.
+    Raises UsageError for a type without such a name, for example a packed type of less than a byte.
     """
     text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
     text = text.removeprefix("torch.")
@@ -89,7 +89,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return numpy's type of a name. Raises UsageError where the package `ml_dtypes` is needed and missing."""
+    """Return numpy's type for a name. Raises UsageError if the type needs the package `ml_dtypes` and it is missing."""
     if name in NUMPY:
         return np.dtype(NUMPY[name])
     try:
@@ -103,10 +103,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def single_cast(casts: Sequence[str]) -> tuple[str, ...]:
-    """Return a chain of conversions without the steps that change nothing of what comes out.
+    """Return a chain of conversions without the steps that do not change the result.
 
-    A type that has all values of the one before it is such a step. Numbers with a fraction become whole ones in a step
-    of their own: libraries differ in what they make of those that are too large.
+    A step can be left out if its type has all values of the type before it. The conversion from a floating-point type
+    to an integer type remains a step of its own, because libraries convert numbers that are too large differently.
     """
     kept: list[str] = []
     for dtype in casts:
@@ -118,11 +118,11 @@ def single_cast(casts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_idle(first: str, between: str, last: str) -> bool:
-    """Tell whether a conversion from the first to the last type gives the same with a type between them as without."""
+    """Return whether converting from `first` to `last` gives the same result with the type `between` as without it."""
     if between not in EMBEDDED.get(first, "").split():
         return False
     if last in (first, "BOOL"):
         return True
-    # Libraries make short floating-point numbers of integers by way of F32, which rounds large ones once more.
+    # Libraries convert integers to short floating-point types by way of F32, which rounds large integers a second time.
     rounded_twice = first in ("U32", "I32") and last not in ("F32", "F64")
     return (between[0] in "UI") == (last[0] in "UI") and (between[0] in "UI" or not rounded_twice)

@@ -1,7 +1,7 @@
-"""What an update makes, tensor by tensor: the recipe brought together with both layouts, and checked.
+"""Combine the recipe with both layouts into one entry for each target tensor, and check them.
 
-Everything that could go wrong with names, shapes and types goes wrong here, before a byte moves: each error names the
-tensor. Cells are computed once for tensors that look the same, however many layers have one.
+All errors in names, shapes and types are raised here, before a byte moves; each error names the tensor. Tensors that
+look the same, as those of a model's layers do, share their cells, which are computed once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Block = tuple[int, int]
 
 
 class Entry(NamedTuple):
-    """One target tensor: its parts by source tensor, its cells, and how elements change on their way.
+    """One target tensor: the parts that it is made of, its cells, and how its elements are converted.
 
-    `dtype` is the type in which the sources' elements are put together; where it is not the target's, or with a
-    `block`, source ranks must convert before they write. `scale` names the tensor of the blocks' scales, or is empty.
+    Source ranks put the elements together in the type `dtype`. If this is not the target's type (`converted`), or with
+    a `block`, they must convert the elements before they write. `scale` names the tensor of the blocks' scales, or is
+    empty.
     """
 
     target: str
@@ -39,16 +40,16 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The smallest box, by dimension, that a rank can make by itself: an element, or a block."""
+        """The shape of the smallest box that a rank can make by itself: one element, or one block."""
         dims = len(self.parts[0].extent) if self.parts else 0
         return (1,) * dims if self.block is None else (1,) * (dims - 2) + self.block
 
 
 def entries_of(sources: Layout, targets: Layout, recipe: Recipe, whole: bool) -> list[Entry]:
-    """Return an entry for each target tensor that an update writes, in the order of the target's layout.
+    """Return an entry for each target tensor that an update writes, in the order of the targets' layout.
 
-    Raises UsageError for names that nobody listed, for shapes and types that do not fit, and for blocks that a target
-    rank has only in part.
+    Raises UsageError for tensors of one side that are missing on the other and not listed in the recipe, for shapes and
+    types that do not fit, and for quantization blocks that a target rank holds only in part.
     """
     scales = _scales(targets, recipe)
     used: set[str] = set()
@@ -84,7 +85,10 @@ def _complain(what: str, names: list[str], remedy: str) -> None:
 
 
 def _scales(targets: Layout, recipe: Recipe) -> set[str]:
-    """Return the names of the tensors of scales; raise UsageError for names that the targets do not have."""
+    """Return the names of the tensors of scales.
+
+    Raises UsageError for names in the recipe that the targets do not have, and for scales that are made twice.
+    """
     unknown = [name for name in recipe.targets if name not in targets.tensors]
     _complain("tensors of the recipe are none of the targets", unknown, "take them out, or add them to the layout")
     scales = [entry.scale for entry in recipe.targets.values() if isinstance(entry, Quantized)]
@@ -129,7 +133,10 @@ def _entry(
 
 
 def _conversion(made: Made, target: Tensor, quantized: Quantized | None) -> tuple[str, bool]:
-    """Return the type in which elements are put together, and whether they change after that."""
+    """Return the type in which source ranks put elements together, and whether they convert the elements after that.
+
+    Raises UsageError if the types of the sources, the recipe and the target do not fit together.
+    """
     if quantized:
         if ITEMSIZE[target.dtype] != 1:
             raise UsageError(f"it is quantized, but its type is {target.dtype}, expected one of a byte such as F8_E4M3")
@@ -142,7 +149,7 @@ def _conversion(made: Made, target: Tensor, quantized: Quantized | None) -> tupl
 
 
 def _check_blocks(target: Tensor, scale: Tensor, quantized: Quantized) -> None:
-    """Raise UsageError unless every target rank has whole blocks, and the scales of just these, in the same places."""
+    """Raise UsageError unless every target rank holds whole blocks and exactly their scales, in the same places."""
     if len(target.shape) < 2:
         raise UsageError(f"it is quantized by blocks, but has shape {target.shape}, expected two dimensions or more")
     size = (1,) * (len(target.shape) - 2) + quantized.block
@@ -168,7 +175,10 @@ def _in_blocks(shape: Iterable[int], size: Iterable[int]) -> tuple[int, ...]:
 
 
 def _blocks_held(held: Held, sharding: Sharding, size: tuple[int, ...]) -> set[tuple[tuple[int, ...], ...]]:
-    """Return the pieces of a tensor of scales that belong to what a rank holds of the weight."""
+    """Return the pieces of the tensor of scales that belong to what a rank holds of the weight.
+
+    Raises UsageError if the rank holds a block only in part.
+    """
     for piece in held.pieces:
         for start, stop, local, block, extent in zip(*piece, size, sharding.shape, strict=True):
             if start % block or local % block or (stop % block and stop != extent):
@@ -180,7 +190,7 @@ def _blocks_held(held: Held, sharding: Sharding, size: tuple[int, ...]) -> set[t
 
 
 def bytes_needed(entry: Entry, cell: Cell, targets: Layout) -> list[tuple[tuple[int, ...], int]]:
-    """Return the target ranks that want something of a cell, by what they hold, with the bytes that each wants."""
+    """Return the target ranks that need bytes of a cell, grouped by what they hold, and how many each of them needs."""
     target = targets.tensors[entry.target]
     size = ITEMSIZE[target.dtype]
     scale = ITEMSIZE[targets.tensors[entry.scale].dtype] if entry.scale else 0
@@ -188,11 +198,11 @@ def bytes_needed(entry: Entry, cell: Cell, targets: Layout) -> list[tuple[tuple[
 
 
 def part_of(entry: Entry, cell: Cell, start: tuple[int, ...], stop: tuple[int, ...]) -> Cell:
-    """Return a box of a cell, which begins and ends with whole blocks, as a cell with what is wanted of it."""
+    """Return a box of a cell as a cell, with the needs for this box. The box must consist of whole blocks."""
     size = entry.size
     blocks = math.prod(_in_blocks(map(int.__sub__, stop, start), size))
     elements = math.prod(map(int.__sub__, stop, start))
-    # Cells end where any target rank's part ends: who wants some of a cell wants all of it, perhaps several times.
+    # Cells end where any target rank's part ends: a rank that needs some of a cell needs all of it, once or more often.
     all_of_it = math.prod(map(int.__sub__, cell.stop, cell.start))
     needs = (need.elements // all_of_it for need in cell.needs)
     wants = tuple(Need(n.held, times * elements, times * blocks) for n, times in zip(cell.needs, needs, strict=True))

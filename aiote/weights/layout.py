@@ -1,11 +1,11 @@
-"""Which rank holds which part of which named tensor, on one side of an update: trainers, or inference ranks.
+"""Layouts of one side of an update, trainers or inference ranks: the ranks that hold each part of each named tensor.
 
-A layout says nothing of addresses: a tensor's local part begins at element 0, wherever the rank has put it. It is
-described once for all ranks (`Layout.over`, of meshes and placements), or by every rank for itself
-(`Layout.of_buffers`, `Layout.of_module`), and then put together with `Layout.merge`. Ranks are numbers from 0 on each
-side; a pipeline stage's tensors are on its ranks and nowhere else.
+A layout contains no addresses: a tensor's local part begins at element 0, wherever the rank has put it. Either one
+process describes all ranks at once (`Layout.over`, from meshes and placements), or every rank describes itself
+(`Layout.of_buffers`, `Layout.of_module`) and `Layout.merge` combines the descriptions. Each side numbers its ranks from
+0. The tensors of a pipeline stage are only on that stage's ranks.
 
-`describe` and `from_description` make plain values of it, which travel as JSON.
+`describe` turns a layout into plain values, which travel as JSON, and `from_description` turns them back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Buffer", "Layout", "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's global shape and element type, the different parts of it (`sharding`), and which ranks have each."""
+    """A tensor: its global shape and element type, its different parts (`sharding`), and the ranks that hold each."""
 
     dtype: str
     sharding: Sharding
@@ -42,11 +42,11 @@ class Tensor:
         placements: Sequence[Placement],
         order: Sequence[int] | None = None,
     ) -> Tensor:
-        """Describe a tensor over a mesh by one placement for each axis.
+        """Describe a tensor over a mesh by one placement for each axis of the mesh.
 
-        Local parts are dense; `order` names their dimensions from the outermost in memory to the innermost, where that
-        is not the order of the shape: (1, 0) is a matrix that is kept transposed. Raises UsageError for what does not
-        fit together, and for a `Partial` placement.
+        Local parts are dense. If the dimensions lie in memory in another order than in the shape, `order` lists them
+        from the outermost to the innermost: (1, 0) is a matrix that is stored transposed. Raises UsageError if shape,
+        mesh, placements and order do not fit together, and for a `Partial` placement.
         """
         whole = tuple(map(int, shape))
         if order is not None and sorted(order) != list(range(len(whole))):
@@ -66,15 +66,15 @@ class Tensor:
         return math.prod(self.sharding.shape) * ITEMSIZE[self.dtype]
 
     def held_by(self) -> dict[int, Held]:
-        """Return what each rank holds of it; ranks that hold nothing are not there."""
+        """Return what each rank holds of the tensor, by rank. Ranks that hold no element are left out."""
         return {rank: held for held, ranks in zip(self.sharding.held, self.ranks, strict=True) for rank in ranks}
 
 
 class Buffer(NamedTuple):
-    """One rank's part of a tensor, for any framework: a box of the global tensor, in an array of its own.
+    """One rank's part of a tensor, for any framework: an array that holds a box of the global tensor.
 
-    `shape` is that of the global tensor, `start` and `stop` the box, by default all of it. `strides` are in elements
-    and not negative; without them the array is dense.
+    `shape` is the global tensor's shape. `start` and `stop` are the box, by default the whole tensor. `strides` are the
+    array's, in elements, and must not be negative; without them the array is dense.
     """
 
     shape: tuple[int, ...]
@@ -85,9 +85,9 @@ class Buffer(NamedTuple):
 
 
 class Layout:
-    """The named tensors of one side and where their parts are. It is not changed after it was made.
+    """The named tensors of one side, and the ranks that hold their parts. Immutable.
 
-    Raises UsageError for a name that is empty, or no text.
+    Raises UsageError for a name that is empty or not a string.
     """
 
     __slots__ = ("tensors",)
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold anything, in order."""
+        """All ranks that hold any element, in order."""
         groups = {ranks for tensor in self.tensors.values() for ranks in tensor.ranks}
         return tuple(sorted({rank for ranks in groups for rank in ranks}))
 
@@ -111,9 +111,10 @@ class Layout:
     def over(
         cls, mesh: Mesh | Any, tensors: Mapping[str, tuple[Sequence[int], Any, Sequence[Placement] | Placement]]
     ) -> Layout:
-        """Describe tensors that share a mesh, each by shape, dtype and placements, one for each axis of the mesh.
+        """Describe tensors that share a mesh, each by its shape, dtype and placements, one for each axis of the mesh.
 
-        `mesh` is a Mesh or what `Mesh.of` takes. Raises UsageError, which names the tensor, for what does not fit.
+        `mesh` is a Mesh, or an argument of `Mesh.of`. Raises UsageError, which names the tensor, if these do not fit
+        together.
         """
         mesh = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
         found = {}
@@ -124,23 +125,23 @@ class Layout:
 
     @classmethod
     def of_buffers(cls, rank: int, buffers: Mapping[str, Buffer]) -> Layout:
-        """Describe what one rank holds by its arrays. Raises UsageError, which names the tensor, for a bad box."""
+        """Describe what one rank holds by its arrays. Raises UsageError, which names the tensor, for an invalid box."""
         return cls({name: _named(name, _tensor_of_buffer, rank, buffer) for name, buffer in buffers.items()})
 
     @classmethod
     def of_module(cls, module: Any, rank: int) -> Layout:
-        """Describe what this rank holds of a torch module, or of a mapping such as its `state_dict()` gives.
+        """Describe what this rank holds of a torch module, or of a mapping such as its `state_dict()` returns.
 
-        DTensors are read by their placements and mesh; other tensors count as held whole by this rank. Only this
-        rank's parts are described: gather the descriptions of all ranks and `merge` them. Raises UsageError, which
-        names the parameter, for `Partial` and other placements that no parameter has.
+        A DTensor is described by its placements and mesh; any other tensor counts as held whole by this rank. The
+        layout contains only this rank's parts: gather the layouts of all ranks and `merge` them. Raises UsageError,
+        which names the parameter, for `Partial` and other placements that parameters cannot have.
         """
         state = module if isinstance(module, Mapping) else module.state_dict()
         return cls({name: _named(name, _tensor_of_torch, int(rank), value) for name, value in state.items()})
 
     @classmethod
     def merge(cls, layouts: Iterable[Layout]) -> Layout:
-        """Put together what several layouts say of the same side.
+        """Combine several layouts of the same side into one.
 
         Raises UsageError for a tensor with two shapes or types, and for a rank that holds a tensor in two ways.
         """
@@ -151,7 +152,7 @@ class Layout:
         return cls({name: _named(name, _joined, tensors) for name, tensors in parts.items()})
 
     def only(self, rank: int) -> Layout:
-        """Return what one rank holds, as if there were no others."""
+        """Return the layout of one rank's parts, without the other ranks."""
         found = {}
         for name, tensor in self.tensors.items():
             held = tensor.held_by().get(rank)
@@ -160,7 +161,7 @@ class Layout:
         return Layout(found)
 
     def describe(self) -> dict[str, Any]:
-        """Return the layout as mappings, tuples, strings and integers; what tensors share stands there once."""
+        """Return the layout as mappings, tuples, strings and integers. Shardings that tensors share appear once."""
         shardings: dict[Sharding, int] = {}
         groups: dict[tuple[tuple[int, ...], ...], int] = {}
         tensors = {
@@ -175,7 +176,7 @@ class Layout:
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Layout:
-        """Make the layout that `describe` returned the description of. Raises UsageError for anything else."""
+        """Return the layout whose description `describe` returned. Raises UsageError for anything else."""
         try:
             shardings = [_sharding_of_plain(*entry) for entry in description["shardings"]]
             groups = [tuple(tuple(map(int, ranks)) for ranks in group) for group in description["ranks"]]
@@ -193,7 +194,7 @@ class Layout:
         return cls(tensors)
 
     def digest(self) -> bytes:
-        """Return 32 bytes that two layouts share if and only if they say the same in the same order."""
+        """Return a hash of 32 bytes, equal if and only if two layouts have the same tensors in the same order."""
         text = json.dumps(self.describe(), separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
@@ -208,12 +209,12 @@ def _named(name: str, make: Any, *args: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _ranks_at(ranks: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that are at places of a mesh; equal answers are the same object."""
+    """Return the ranks at places of a mesh. Equal results are the same object."""
     return tuple(tuple(ranks[place] for place in group) for group in places)
 
 
 def _checked_placement(placement: Any) -> Placement:
-    """Return one of our placements for itself or for torch's; raise UsageError for what is none."""
+    """Return this module's placement for one of its own or for torch's. Raises UsageError for anything else."""
     if isinstance(placement, Replicate | Shard | StridedShard | Runs):
         return placement
     if hasattr(placement, "split_factor"):
@@ -231,7 +232,7 @@ def _checked_placement(placement: Any) -> Placement:
 
 
 def _tensor_of_torch(rank: int, value: Any) -> Tensor:
-    """Describe what one rank holds of a torch tensor; torch itself is not needed for that."""
+    """Describe what one rank holds of a torch tensor, without importing torch."""
     shape, dtype = tuple(map(int, value.shape)), dtype_name(value.dtype)
     if not hasattr(value, "placements"):
         return _tensor_of_buffer(rank, Buffer(shape, dtype, strides=tuple(value.stride())))
@@ -250,7 +251,7 @@ def _tensor_of_torch(rank: int, value: Any) -> Tensor:
 
 
 def _own(strides: Iterable[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides in elements, those of dimensions of one element as in a dense array: they are never used."""
+    """Return strides in elements. Dimensions of one index get a dense array's stride, because theirs is never used."""
     pairs = zip(strides, dense(shape), shape, strict=True)
     return tuple(usual if extent == 1 else int(stride) for stride, usual, extent in pairs)
 
@@ -283,7 +284,11 @@ def _sharding_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Sharding:
 
 
 def _checked_sharding(shape: tuple[int, ...], held: tuple[Held, ...]) -> Sharding:
-    """Return the sharding; raise UsageError unless every piece lies in the tensor and in the local tensor."""
+    """Return the sharding.
+
+    Raises UsageError if a piece lies outside the tensor or the local tensor, or if several elements of a local tensor
+    lie in one place.
+    """
     for pieces, local, strides in held:
         if not len(local) == len(strides) == len(shape) or min(strides, default=0) < 0:
             raise UsageError(f"a part has shape {local} and strides {strides}, expected {len(shape)} of each, from 0")
@@ -302,7 +307,7 @@ def _checked_sharding(shape: tuple[int, ...], held: tuple[Held, ...]) -> Shardin
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one tensor of what several descriptions say of it."""
+    """Combine several descriptions of one tensor. Raises UsageError if they contradict each other."""
     first = tensors[0]
     parts: dict[Held, set[int]] = {}
     owner: dict[int, Held] = {}

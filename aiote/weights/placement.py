@@ -1,6 +1,6 @@
-"""Which part of a tensor each place of a mesh of ranks holds.
+"""Placements: which part of a tensor each place of a mesh of ranks holds.
 
-A mesh is an array of ranks. Each of its axes has one placement, as in torch's DTensor:
+A mesh is an array of ranks. A tensor has one placement for each axis of the mesh, as in torch's DTensor:
 
 | placement                  | coordinate c of an axis of n holds                                                    |
 |----------------------------|---------------------------------------------------------------------------------------|
@@ -9,10 +9,10 @@ A mesh is an array of ranks. Each of its axes has one placement, as in torch's D
 | `StridedShard(dim, f)`     | the same, but split after a later axis's `Shard(dim)`, of f places: FSDP2 over TP or EP |
 | `Runs(dim, runs)`          | the index ranges `runs[c]`, one after another: fused projections, tables of experts   |
 
-Axes apply in order; each splits what the ones before it left. What a place holds of a dimension is therefore a list of
-ranges, which lie one after another in its memory, and what it holds of the tensor is their product: `Piece`s. A
-`Sharding` is all of that for one kind of tensor, without ranks: the planner works on shardings, so that a model's
-thousands of equal parameters are computed once.
+Axes apply in order; each axis splits what the axes before it left. So a place holds a list of ranges of each dimension,
+which lie one after another in its memory, and it holds the product of these ranges of the tensor: its `Piece`s. A
+`Sharding` describes all places for one kind of tensor, without ranks. The planner works on shardings, so that it
+computes a model's thousands of equal parameters once.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every place of the axis holds all."""
+    """Every place of the axis holds all elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis splits dimension `dim` by `torch.chunk`: of 10 over 4 places they hold 3, 3, 3 and 1."""
+    """The axis splits dimension `dim` like `torch.chunk`: of 10 indices, 4 places hold 3, 3, 3 and 1."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """The axis splits dimension `dim` after a later axis did, which has a `Shard(dim)` over `split_factor` places.
+    """The axis splits dimension `dim` after a later axis, which has a `Shard(dim)` over `split_factor` places.
 
-    FSDP2 makes it where the module was split by tensor or expert parallelism along the same dimension before.
+    FSDP2 creates it if tensor or expert parallelism has split the module along the same dimension before.
     """
 
     dim: int
@@ -73,7 +73,7 @@ class StridedShard:
 class Runs:
     """Place c of the axis holds the ranges `runs[c]` of dimension `dim`, one after another.
 
-    Each range is (start, stop). Ranges may come in any order and several times.
+    Each range is (start, stop). Ranges may be in any order and may repeat.
     """
 
     dim: int
@@ -84,12 +84,12 @@ Placement = Replicate | Shard | StridedShard | Runs
 
 
 def packed(dim: int, ranks: int, *parts: int | tuple[int, int]) -> Runs:
-    """Return the placement of a tensor that is fused of parts along `dim`, each split over `ranks` by itself.
+    """Return the placement of a tensor that is fused from parts along `dim`, where each part is split over `ranks`.
 
-    Each rank holds its shares of all parts, one after another, as fused projections do under tensor parallelism:
-    `packed(0, tp, (q, q_heads), (k, kv_heads), (v, kv_heads))`, `packed(0, tp, gate, up)`. A part is its size, or its
-    size and how many heads it has: heads are never split, and where there are fewer than ranks, ranks / heads
-    neighbours hold the same one. Raises UsageError for what cannot be spread evenly.
+    Each rank holds its share of every part, one after another, as for fused projections under tensor parallelism:
+    `packed(0, tp, (q, q_heads), (k, kv_heads), (v, kv_heads))`, `packed(0, tp, gate, up)`. A part is given as its size,
+    or as its size and its number of heads. Heads are never split; if there are fewer heads than ranks, ranks / heads
+    neighbours hold the same head. Raises UsageError if a part cannot be spread evenly.
     """
     rows: list[list[Span]] = [[] for _ in range(ranks)]
     first = 0
@@ -114,7 +114,7 @@ def slots(dim: int, table: Sequence[Sequence[int]]) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """An array of ranks, given flat in C order, with its shape. Raises UsageError unless both fit."""
+    """An array of different ranks, flat in C order, and its shape. Raises UsageError unless both fit."""
 
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
@@ -129,14 +129,14 @@ class Mesh:
 
     @classmethod
     def of(cls, ranks: Any) -> Mesh:
-        """Make a mesh of anything that numpy takes as an array of integers; a range or a list is one axis."""
+        """Make a mesh of anything that numpy accepts as an array of integers. A range or a list becomes one axis."""
         require_unmasked("the ranks of a mesh", ranks)
         array = np.asarray(ranks)
         return cls(tuple(array.ravel().tolist()), array.shape)
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, by its first and last (exclusive) indices, and where in the rank's local tensor it begins."""
+    """A box of a tensor: its first and last (exclusive) indices, and its first index in the rank's local tensor."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -144,7 +144,7 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one rank holds of a tensor: its pieces, the local tensor's shape, and its strides in elements."""
+    """One rank's part of a tensor: its pieces, and the local tensor's shape and strides in elements."""
 
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
@@ -152,7 +152,7 @@ class Held(NamedTuple):
 
 
 class Sharding:
-    """The different things that ranks hold of one kind of tensor. Equal ones are the same object, by `Sharding.of`."""
+    """The different parts that ranks hold of one kind of tensor. `Sharding.of` makes equal shardings one object."""
 
     __slots__ = ("held", "shape")
 
@@ -166,12 +166,12 @@ class Sharding:
     @staticmethod
     @functools.lru_cache(maxsize=1 << 14)
     def of(shape: tuple[int, ...], held: tuple[Held, ...]) -> Sharding:
-        """Return the sharding of a tensor of this shape into these."""
+        """Return the sharding of a tensor of this shape into these parts."""
         return Sharding(shape, held)
 
 
 def dense(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense array whose dimensions lie in memory in `order`, outermost first."""
+    """Return the strides, in elements, of a dense array; `order` lists its dimensions, outermost in memory first."""
     strides, size = [0] * len(shape), 1
     for dim in reversed(tuple(range(len(shape)) if order is None else order)):
         strides[dim], size = size, size * shape[dim]
@@ -182,9 +182,9 @@ def dense(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int
 def shard_over(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: tuple[int, ...], order: tuple[int, ...] | None
 ) -> tuple[Sharding, tuple[tuple[int, ...], ...]]:
-    """Return the sharding of a tensor over a mesh of that shape, and the places of the mesh where each thing is held.
+    """Return the sharding of a tensor over a mesh of shape `mesh`, and the places of the mesh that hold each part.
 
-    Places that hold nothing are left out. Raises UsageError for placements that fit neither the tensor nor the mesh.
+    Places without elements are left out. Raises UsageError for placements that do not fit the tensor or the mesh.
     """
     axes = _ordered(placements, mesh)
     places: dict[Held, list[int]] = {}
@@ -201,11 +201,11 @@ def shard_over(
 
 
 def _ordered(placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> list[tuple[int, Placement]]:
-    """Return the axes in the order in which they split: strided ones right after the `Shard` that they waited for.
+    """Return the axes in the order in which they split. Strided axes come right after the `Shard` that they wait for.
 
-    As `_explicit_order_placements` of torch/distributed/tensor/_utils.py does, and as FSDP2 fills its shards. What
-    torch 2.13's `compute_local_shape_and_global_offset` says of uneven strided shards differs from that: of 7 rows over
-    (3, 2) places FSDP2 has the last at (2, 1), where it says that (2, 0) has it.
+    `_explicit_order_placements` of torch/distributed/tensor/_utils.py uses this order, and so does FSDP2 when it fills
+    its shards. torch 2.13's `compute_local_shape_and_global_offset` differs for uneven strided shards: of 7 rows over
+    (3, 2) places, FSDP2 puts the last row at (2, 1), and that function says (2, 0).
     """
     if len(placements) != len(mesh):
         raise UsageError(f"{len(placements)} placements for a mesh of {len(mesh)} axes, expected one for each")
@@ -235,7 +235,7 @@ def _dim(placement: Shard | StridedShard | Runs, dims: int) -> int:
 
 
 def _share(runs: list[Span], placement: Placement, place: int, places: int, extent: int) -> list[Span]:
-    """Return what one place of an axis holds of ranges that all places of the axis share."""
+    """Return one place's share of the ranges that a placement splits among all places of an axis."""
     if isinstance(placement, Runs):
         if len(placement.runs) != places:
             raise UsageError(f"a Runs placement has ranges for {len(placement.runs)} places on an axis of {places}")
@@ -249,7 +249,7 @@ def _share(runs: list[Span], placement: Placement, place: int, places: int, exte
 
 
 def _slice(runs: list[Span], first: int, last: int) -> list[Span]:
-    """Return what lies from `first` to `last` (exclusive) in ranges that follow one another."""
+    """Return the ranges at the positions from `first` to `last` (exclusive) of ranges that follow one another."""
     found, position = [], 0
     for start, stop in runs:
         low, high = max(first - position, 0) + start, min(last - position + start, stop)
@@ -260,7 +260,7 @@ def _slice(runs: list[Span], first: int, last: int) -> list[Span]:
 
 
 def _merged(runs: Iterable[Span]) -> list[Span]:
-    """Return ranges without the empty ones; those that continue each other become one."""
+    """Return ranges without empty ones, and with adjacent ones joined."""
     merged: list[Span] = []
     for start, stop in runs:
         if start == stop:
@@ -272,7 +272,7 @@ def _merged(runs: Iterable[Span]) -> list[Span]:
 
 
 def _held(runs: list[list[Span]], order: tuple[int, ...] | None) -> Held:
-    """Return the pieces that ranges of each dimension make, in a dense local tensor."""
+    """Return a dense local tensor whose pieces are the product of the ranges of each dimension."""
     dims: list[list[tuple[int, int, int]]] = []
     for spans in runs:
         locals_ = itertools.accumulate((stop - start for start, stop in spans), initial=0)

@@ -2,24 +2,25 @@
 
     plan = plan_update(sources, targets, recipe)
 
-**Units.** Each target tensor falls into cells (`cells`), which are dealt among the source ranks that hold them
-(`deal`). What comes out are units: a box of a target tensor and the one rank that sends it. Everything else follows
-from them and the layouts, so each rank computes its own copies (`UpdatePlan.tasks`), and no other's.
+**Units.** Each target tensor falls into cells (`cells`), and the planner deals them among the source ranks that hold
+them (`deal`). The result is a list of units: a box of a target tensor, and the one rank that sends it. Everything else
+follows from the units and the layouts, so each rank computes only its own copies (`UpdatePlan.tasks`).
 
-**Gathering.** With `gather="auto"` a source rank sends out of what it has. It reads from other ranks only where a
-quantization block crosses an edge between them, and then only that block. With `gather="always"` the ranks that share
-a tensor all get the whole of it, and share the target ranks: the schedule of frameworks that call `full_tensor`.
+**Gathering.** With `gather="auto"` a source rank sends what it holds. It reads from other ranks only if a quantization
+block crosses an edge between them, and then only that block. With `gather="always"` all ranks that share a tensor get
+the whole of it and divide the target ranks among themselves: the schedule of frameworks that call `full_tensor`.
 
-**Groups.** The ranks of a gathering unit are a mesh. Collectives of two meshes that have a rank in common must not
-interleave, so meshes are coloured: those of one group share no rank. The groups follow one another in one order on all
-ranks, and so do the units of a mesh.
+**Groups.** The ranks of a gathering unit form a mesh. Collectives of two meshes with a common rank must not interleave,
+so meshes are coloured: the meshes of one group share no rank. All ranks take the groups in the same order, and also the
+units of a mesh.
 
-**Order.** Writes are spread over time by turns: the source rank in place s of S begins its list of units that gather
-nothing at the share s / S of it, and its lists of target ranks at place s. So ranks that send the same tensors to the
-same target ranks are at different places of them at any time. Units that are far larger than the others come before.
+**Order.** Turns spread writes over the target ranks: the source rank in place s of S begins its list of units that do
+not gather at the share s / S of the list, and its lists of target ranks at place s. So ranks that send the same tensors
+to the same target ranks are at different places of these lists at any time. Units that are far larger than the others
+come first.
 
 This module computes; it knows neither memory nor time. All arithmetic is on integers and in a fixed order, so ranks
-that plan the same get the same; `UpdatePlan.digest` is what they compare.
+that plan from the same input get the same plan; they compare `UpdatePlan.digest`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ __all__ = ["Traffic", "UpdatePlan", "in_turn", "plan_update"]
 
 T = TypeVar("T")
 LARGE = 32
-"""A unit of so many times its rank's average must not come last: in Kimi-K2's embedding are 57 % of what a rank of the
-first stage sends. Simulated, an update takes 0.88 s with such units first and 1.17 s without (docs/weights.md)."""
+"""A unit with more than this many times its rank's average size must not come last: Kimi-K2's embedding is 57 % of the
+bytes that a rank of the first stage sends. A simulated update takes 0.88 s with such units first, and 1.17 s without
+(docs/weights.md)."""
 VERSION = b"aiote weight plan 1"
 
 
 class Traffic(NamedTuple):
-    """Bytes by rank: what source ranks send to targets, what target ranks receive, what source ranks get to gather."""
+    """Bytes by rank: `sent` and `gathered` (read from other source ranks) by source rank, `received` by target rank."""
 
     sent: dict[int, int]
     received: dict[int, int]
@@ -56,7 +58,7 @@ class Traffic(NamedTuple):
 
 
 class UpdatePlan:
-    """What an update does on every rank. It is not changed after it was made; `plan_update` makes it."""
+    """What every rank does in an update. Immutable. Made by `plan_update`."""
 
     def __init__(
         self, sources: Layout, targets: Layout, entries: Sequence[Entry], units: Sequence[Unit], gather: str
@@ -72,7 +74,7 @@ class UpdatePlan:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """32 bytes that are the same on all ranks that have the same plan, of the same layouts."""
+        """A hash of 32 bytes, equal on all ranks that have the same plan for the same layouts."""
         hashed = hashlib.blake2b(VERSION + self.gather.encode(), digest_size=32)
         hashed.update(self.sources.digest())
         hashed.update(self.targets.digest())
@@ -84,7 +86,7 @@ class UpdatePlan:
 
     @functools.cached_property
     def meshes(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that gather a unit together, its maker among them, by the unit's number; others are not there."""
+        """The mesh of each unit that gathers from other ranks, by the unit's number: these ranks and its maker."""
         found = {}
         for number, unit in enumerate(self.units):
             entry = self.entries[unit.entry]
@@ -96,13 +98,13 @@ class UpdatePlan:
         return found
 
     def gathers_from(self, source: int) -> set[int]:
-        """Return the other source ranks from which one reads to gather."""
+        """Return the other source ranks that a source rank reads from to gather its units."""
         found = {rank for number in self._by_maker.get(source, []) for rank in self.meshes.get(number, ())}
         return found - {source}
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The meshes, coloured: those of a group share no rank and gather at the same time."""
+        """The meshes, coloured: meshes of the same group share no rank and gather at the same time."""
         groups: list[list[tuple[int, ...]]] = []
         taken: list[set[int]] = []
         for mesh in dict.fromkeys(self.meshes.values()):
@@ -115,9 +117,9 @@ class UpdatePlan:
         return tuple(map(tuple, groups))
 
     def order(self, source: int) -> list[int]:
-        """Return the numbers of the units of a source rank in the order in which it takes them.
+        """Return the numbers of a source rank's units, in the order in which the rank makes them.
 
-        What is gathered comes first, group by group. A source rank without units gets an empty list.
+        Units that gather come first, group by group. For a source rank without units the list is empty.
         """
         mine = self._by_maker.get(source, [])
         group = {mesh: number for number, several in enumerate(self.groups) for mesh in several}
@@ -127,9 +129,9 @@ class UpdatePlan:
         return [n for _, n in gathered] + in_turn(others, sizes, self._place.get(source, 0), len(self._place))
 
     def tasks(self, source: int, small: Callable[[Task], bool] | None = None) -> Iterator[Task]:
-        """Yield what a source rank does, in order; copies are computed one task at a time.
+        """Yield the tasks of a source rank, in order. The copies are computed one task at a time.
 
-        A task for which `small` is false is halved, again and again down to single elements or quantization blocks.
+        A task for which `small` returns False is halved, repeatedly, down to single elements or quantization blocks.
         """
         turn = self._place.get(source, 0)
         for number in self.order(source):
@@ -145,26 +147,26 @@ class UpdatePlan:
             yield task
 
     def task(self, number: int) -> Task:
-        """Return what the maker of a unit does for it."""
+        """Return the task that the maker of a unit does for it."""
         unit = self.units[number]
         turn = self._place[unit.maker]
         return task_of(self.entries[unit.entry], unit, self.sources, self.targets, turn)
 
     @functools.cached_property
     def senders(self) -> dict[int, tuple[int, ...]]:
-        """The source ranks that write to each target rank: as many commits it has to expect."""
+        """The source ranks that write to each target rank. A target rank expects one commit from each of them."""
         wants: dict[int, list[int]] = {rank: [] for rank in self.targets.ranks}
         for number, (ranks, _) in enumerate(self._written):
             for rank in ranks:
                 wants[rank].append(number)
-        # Ranks that want the same have the same senders, computed once.
+        # Target ranks that need the same units have the same senders, so these are computed once.
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         for numbers in {tuple(several) for several in wants.values()}:
             known[numbers] = tuple(sorted({maker for number in numbers for maker in self._written[number][1]}))
         return {rank: known[tuple(several)] for rank, several in wants.items()}
 
     def written(self, target: int) -> dict[int, list[str]]:
-        """Return the tensors of a target rank that each of its `senders` writes to, those of scales among them."""
+        """Return the tensors of a target rank that each of its `senders` writes to, including tensors of scales."""
         found: dict[int, dict[int, None]] = {source: {} for source in self.senders.get(target, ())}
         for ranks, makers in self._written:
             if target in ranks:
@@ -178,10 +180,10 @@ class UpdatePlan:
 
     @functools.cached_property
     def _written(self) -> list[tuple[tuple[int, ...], dict[int, dict[int, None]]]]:
-        """The entries that each source rank writes, by the target ranks that want the same.
+        """The entries that each source rank writes, for each tuple of target ranks that need the same.
 
-        Layouts share these tuples, so they are told apart by what they are: to hash thousands of ranks for each of
-        400,000 units took longer than all else.
+        Layouts share these tuples, so identity distinguishes them: hashing thousands of ranks for each of 400,000 units
+        took longer than everything else.
         """
         found: dict[object, tuple[tuple[int, ...], dict[int, dict[int, None]]]] = {}
         for unit in self.units:
@@ -192,7 +194,7 @@ class UpdatePlan:
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """Bytes that every rank sends, receives and gathers in one update."""
+        """The bytes that every rank sends, receives and gathers in one update."""
         traffic = Traffic(*(dict.fromkeys(side.ranks, 0) for side in (self.sources, self.targets, self.sources)))
         received: dict[int, tuple[tuple[int, ...], int]] = {}
         for number, unit in enumerate(self.units):
@@ -223,14 +225,14 @@ class UpdatePlan:
         return {rank: place for place, rank in enumerate(self.sources.ranks)}
 
     def _wanted(self, entry: Entry, unit: Unit) -> list[tuple[int, ...]]:
-        """Return the target ranks of a unit, those that hold the same together."""
+        """Return the target ranks of a unit, in one tuple for each group of ranks that hold the same."""
         if unit.ranks is not None:
             return [unit.ranks]
         target = self.targets.tensors[entry.target]
         return [target.ranks[need.held] for need in entry.cells[unit.cell].needs]
 
     def bytes(self, number: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the target ranks of a unit, those that hold the same together, and the bytes that each gets."""
+        """Yield the target ranks of a unit, grouped by what they hold, and the bytes that each rank gets."""
         unit = self.units[number]
         entry = self.entries[unit.entry]
         cell = entry.cells[unit.cell]
@@ -244,9 +246,10 @@ class UpdatePlan:
 
 
 def in_turn(units: Sequence[T], sizes: Sequence[int], place: int, places: int) -> list[T]:
-    """Return units that gather nothing in the order in which the rank in one of several places takes them.
+    """Return units that do not gather, in the order in which the rank at `place` of `places` makes them.
 
-    Those of more than `LARGE` times the average size come first, the others from the share place / places of them on.
+    Units of more than `LARGE` times the average size come first. The others begin at the share place / places of their
+    list, and wrap around.
     """
     most = LARGE * sum(sizes)
     large = [unit for unit, size in zip(units, sizes, strict=True) if size * len(sizes) > most]
@@ -258,12 +261,12 @@ def in_turn(units: Sequence[T], sizes: Sequence[int], place: int, places: int) -
 def plan_update(
     sources: Layout, targets: Layout, recipe: Recipe | None = None, *, gather: Literal["auto", "always"] = "auto"
 ) -> UpdatePlan:
-    """Plan how source ranks write the tensors of `targets` out of those of `sources`, as the recipe says.
+    """Plan how source ranks write the tensors of `targets` from the tensors of `sources`, as the recipe says.
 
-    Every element of every target rank that is not padding is written exactly once. Without a recipe all tensors keep
-    their names. Raises UsageError, which names the tensor, for names that are missing on one side and were not
-    listed, for shapes and types that do not fit, for what no source rank holds, and for quantization blocks that a
-    target rank has only in part.
+    Every element of every target rank that is not padding is written exactly once. Without a recipe every tensor is
+    made from the source tensor of the same name. Raises UsageError, which names the tensor, for names that are missing
+    on one side and not listed in the recipe, for shapes and types that do not fit, for elements that no source rank
+    holds, and for quantization blocks that a target rank holds only in part.
     """
     if gather not in ("auto", "always"):
         raise UsageError(f'gather is {gather!r}, expected "auto" or "always"')

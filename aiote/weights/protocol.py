@@ -1,8 +1,8 @@
-"""What controller, sources and targets say to each other, as services of `aiote.service`.
+"""The messages and services (`aiote.service`) that the controller, sources and targets use to talk to each other.
 
-An update runs as one stream of calls for each target, from the lease of its memory to the commit. Its end by any way
-but the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
-somebody who is gone.
+For each target an update is one call with a stream of steps, from the lease of the target's memory to the commit. If
+the stream ends in any other way than by the commit, for example because the controller died, the target revokes its
+leases. So sources cannot write late, and no target waits for a peer that is gone.
 
     controller              target                    source
         | update(order) ------> |                        |
@@ -67,16 +67,16 @@ State = Literal["empty", "ready", "updating", "torn"]
 
 
 EPOCHS_AHEAD = 24 * 3600 * 10**9
-"""Nanoseconds, as epochs are by default."""
+"""How far an epoch may be ahead of this rank's clock: a day, in nanoseconds, the unit of default epochs."""
 LAYOUT_BYTES = 16 << 20
-"""Of one rank's layout, 60 to 120 bytes for each tensor: more than 140,000 tensors."""
+"""The most bytes of one rank's layout. Each tensor takes 60 to 120 bytes, so more than 140,000 tensors fit."""
 Extent: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Extents: TypeAlias = Annotated[list[Extent], Meta(max_length=32)]
 Held: TypeAlias = tuple[list[tuple[Extents, Extents, Extents]], Extents, Extents]
 
 
 class LayoutDescription(msgspec.Struct, frozen=True):
-    """A layout as `Layout.describe` has it."""
+    """A layout in the form that `Layout.describe` returns."""
 
     shardings: list[tuple[Extents, list[Held]]]
     ranks: list[list[list[RankNumber]]]
@@ -87,34 +87,34 @@ _layouts = msgspec.json.Decoder(LayoutDescription)
 
 
 class StaleUpdateError(aiote.AioteError):
-    """The update is no later than what the rank has, or than one that it takes part in."""
+    """The update is not later than the rank's version, or than another update that the rank takes part in."""
 
 
 class PlanMismatchError(aiote.AioteError):
-    """A rank does not have the plan that the controller has: they were given different recipes."""
+    """A rank has another plan than the controller, because they were given different recipes."""
 
 
 class Update(msgspec.Struct, frozen=True, order=True):
-    """Which update: the controller's epoch, which grows with each controller, and the version of the weights."""
+    """The identity of an update: the controller's epoch, which grows with each controller, and the weights' version."""
 
     epoch: Number
     version: Number
 
 
 class Descriptors(msgspec.Struct, frozen=True):
-    """Descriptors of memory, one after another, and where each ends: arrays, which messages of any length carry."""
+    """Descriptors of memory, concatenated, and the end of each. As arrays they may be of any length in a message."""
 
     data: Bytes
     ends: Numbers
 
     @classmethod
     def of(cls, several: Sequence[bytes]) -> Descriptors:
-        """Return these as they travel."""
+        """Return descriptors in the form in which they travel."""
         ends = np.cumsum([len(one) for one in several], dtype=np.uint64)
         return cls(np.frombuffer(b"".join(several), np.uint8), ends)
 
     def unpacked(self, count: int) -> list[bytes]:
-        """Return the descriptors. Raises UsageError unless there are `count`."""
+        """Return the descriptors. Raises UsageError unless there are exactly `count`."""
         ends, data = self.ends, self.data
         if (
             data.ndim != 1
@@ -131,9 +131,9 @@ class Descriptors(msgspec.Struct, frozen=True):
 
 
 class TargetState(msgspec.Struct, frozen=True):
-    """What a target is: its rank, its replica, how it takes updates, what it holds now.
+    """A target's description of itself: its rank, its replica, how it takes updates, its state and version.
 
-    With it come its layout as JSON, and where its tensors lie.
+    It includes the target's layout as JSON, and `places`, where its tensors lie.
     """
 
     rank: RankNumber
@@ -146,7 +146,7 @@ class TargetState(msgspec.Struct, frozen=True):
 
 
 class SourceState(msgspec.Struct, frozen=True):
-    """What a source is: its rank, its layout as JSON, and for sources that gather where its tensors lie."""
+    """A source's description of itself: its rank, its layout as JSON, and where gathering sources find its tensors."""
 
     rank: RankNumber
     layout: Bytes
@@ -156,7 +156,7 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class UpdateOrder(msgspec.Struct, frozen=True):
-    """Take an update from these sources (addresses), each of which writes to these tensors and commits once."""
+    """The order to take an update. Each source (by address) writes to its tensors in `written`, and commits once."""
 
     update: Update
     sources: list[Text]
@@ -164,10 +164,11 @@ class UpdateOrder(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """How far a target is.
+    """A target's progress in an update.
 
-    With "lent" come the commits' immediate, for each source a descriptor of each region, one source after another,
-    empty where that source has nothing to write, and where the tensors lie in these.
+    A "lent" step carries the immediate of the commits, and for each source, one source after another, a descriptor of
+    each region; a descriptor is empty if that source does not write to the region. `places` says where the tensors lie
+    in these regions.
     """
 
     kind: Literal["lent", "counted", "committed"]
@@ -177,9 +178,10 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class WriteTarget(msgspec.Struct, frozen=True):
-    """A target as a source writes to it.
+    """A target, described for a source that writes to it.
 
-    `places` are those of such a digest that came with a plan; they come again where they are others now.
+    `known` is the digest of the places that the source got with its plan. `places` is None if they are still valid, or
+    else the new places.
     """
 
     rank: RankNumber
@@ -191,9 +193,10 @@ class WriteTarget(msgspec.Struct, frozen=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What a source has done: bytes written and gathered, its peak of staging memory, targets that failed and why.
+    """A source's result: bytes written and gathered, its peak of staging memory, targets that failed and why.
 
-    Where sources were `lost` from which it gathers, it has committed nowhere.
+    `lost` names other sources that it could not gather from, and why. If there are any, this source has committed to no
+    target.
     """
 
     written: Number
@@ -204,35 +207,35 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class TargetService(service.Service):
-    """A target, to its controller."""
+    """The service of a target for its controller."""
 
     name = "aiote.weights.Target"
 
     @service.method(idempotent=True)
     async def describe(self) -> TargetState:
-        """Return what it is and has."""
+        """Return the target's description of itself."""
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError])
     async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
-        """Take an update; it is over with the stream."""
+        """Take an update, and yield its steps. The update ends when the stream ends."""
         raise NotImplementedError
         yield
 
     @service.method(idempotent=True, raises=[StaleUpdateError])
     async def commit(self, update: Update) -> None:
-        """Make what has come the version; every byte of it has."""
+        """Make the bytes that have arrived the current version. The controller calls this once all have arrived."""
         raise NotImplementedError
 
 
 class SourceService(service.Service):
-    """A source, to its controller."""
+    """The service of a source for its controller."""
 
     name = "aiote.weights.Source"
 
     @service.method(idempotent=True)
     async def describe(self) -> SourceState:
-        """Return what it is and has."""
+        """Return the source's description of itself."""
         raise NotImplementedError
 
     @service.method(idempotent=True, raises=[aiote.UsageError])
@@ -242,29 +245,32 @@ class SourceService(service.Service):
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
     async def send(self, update: Update, digest: Digest, destinations: list[WriteTarget]) -> Sent:
-        """Write this source's part to every target, and commit there."""
+        """Write this source's part to every target, and commit to each target that has all of it."""
         raise NotImplementedError
 
 
 def check_epoch(update: Update, latest: int) -> None:
-    """Raise StaleUpdateError for an epoch more than a day ahead of clocks: it would shut out every later controller."""
+    """Raise StaleUpdateError for an epoch more than a day ahead of this rank's clock and of its latest epoch.
+
+    Such an epoch would make the rank refuse every later controller.
+    """
     most = max(latest, time.time_ns()) + EPOCHS_AHEAD
     if update.epoch > most:
         raise StaleUpdateError(f"{update} is of an epoch after {most}, a day ahead of this rank's clock")
 
 
 def digest_of(places: Numbers) -> bytes:
-    """Return 16 bytes that no other places have."""
+    """Return a hash of places: 16 bytes that no other places have."""
     return hashlib.blake2b(places.tobytes(), digest_size=16).digest()
 
 
 def packed_layout(layout: Layout) -> Bytes:
-    """Return a layout as bytes that travel."""
+    """Return a layout as bytes (JSON) that travel in a message."""
     return np.frombuffer(json.dumps(layout.describe(), separators=(",", ":")).encode(), np.uint8)
 
 
 def layout_of(packed: Bytes) -> Layout:
-    """Return the layout of such bytes. Raises UsageError for anything else, and for more than `LAYOUT_BYTES`."""
+    """Return the layout that `packed_layout` packed. Raises UsageError for other bytes, or more than `LAYOUT_BYTES`."""
     if packed.nbytes > LAYOUT_BYTES:
         raise aiote.UsageError(
             f"a layout of {packed.nbytes} bytes of JSON: a rank describes its own part, in {LAYOUT_BYTES} at most"
@@ -277,6 +283,6 @@ def layout_of(packed: Bytes) -> Layout:
 
 
 def places_of(memory: RankMemory) -> Numbers:
-    """Return where a rank's tensors lie, in the layout's order: numbers of regions, and bytes at which they begin."""
+    """Return where a rank's tensors lie, in the layout's order: a row (region's number, first byte) for each tensor."""
     found = [memory.places[name][:2] for name in memory.layout.tensors if name in memory.places]
     return np.array(found, np.uint64).reshape(-1, 2)

@@ -1,8 +1,8 @@
-"""A rank's tensors in memory, and memory for what an update makes on its way.
+"""A rank's tensors in memory, and staging memory for the tensors that a source rank makes during an update.
 
-`RankMemory` finds the bytes of each named array of a rank and registers them. Arrays that lie next to each other, as
-those of one storage do, share a registration. `StagingMemory` bounds what an update holds besides: whoever needs some
-waits in line until there is room, so a source rank's peak is known before it starts.
+`RankMemory` finds the bytes of each named array of a rank and registers them. Arrays that lie next to each other, such
+as the arrays of one storage, share a registration. `StagingMemory` bounds all other memory of an update: a task that
+needs some waits in a queue until there is room, so a source rank's peak is known before it starts.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ __all__ = [
 Bytes = NDArray[np.uint8]
 ALIGNED = 64
 LARGE = 1 << 20
-"""From so many bytes on work is done in a thread, for it would hold the event loop for milliseconds."""
+"""Work on this many bytes or more runs in a thread, because it would block the event loop for milliseconds."""
 TENSOR_BYTES = 1 << 10
-"""To find a tensor in memory takes as long as to work on so many bytes."""
+"""Finding a tensor in memory takes as long as working on this many bytes."""
 SHARED_WORK = 1 << 16
-"""So many candidates are looked at to find out whether two arrays share elements: a millisecond at most."""
+"""The most candidates to examine when deciding whether two arrays share elements: this takes a millisecond at most."""
 
 
 async def in_thread(nbytes: int, function: Any) -> Any:
-    """Call a function that works on so many bytes, in a thread where that takes long; a cancellation waits for it."""
+    """Call a function that works on `nbytes` bytes, in a thread if that takes long. Cancellation waits for its end."""
     return await aio.in_thread(function) if nbytes >= LARGE else function()
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise what failed first in task groups as it is, not in groups of one."""
+    """Within a `with`, raise the first error of an exception group in place of the group."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -67,7 +67,7 @@ def plain_errors() -> Iterator[None]:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies: which of the rank's regions, and the byte there at which it begins."""
+    """Where a tensor lies: the index of one of the rank's regions, its first byte there, and its size in bytes."""
 
     region: int
     offset: int
@@ -75,8 +75,9 @@ class TensorPlace(NamedTuple):
 
 
 class Found(NamedTuple):
-    """An array: where it begins, its shape, its strides in elements, and the name of its type; of a GPU's also all of
-    the memory that it is a view of.
+    """An array: its address, its shape, its strides in elements, and the name of its type.
+
+    For an array on a GPU, `storage` is the whole memory that the array is a view of.
     """
 
     address: int
@@ -87,13 +88,16 @@ class Found(NamedTuple):
 
 
 def extent_of(held: Held, dtype: str) -> int:
-    """Return how many bytes a rank's part takes, from its first element to its last."""
+    """Return how many bytes a rank's part spans, from its first element to its last."""
     last = sum((size - 1) * stride for size, stride in zip(held.shape, held.strides, strict=True))
     return (last + 1) * ITEMSIZE[dtype]
 
 
 def found_in(array: Any) -> Found:
-    """Return where an array lies: numpy's, torch's, any of a GPU, a DTensor's local part. Raises UsageError."""
+    """Return where an array lies. It may be numpy's, torch's, any array on a GPU, or a DTensor (its local part).
+
+    Raises UsageError for anything else, and for strides that are not multiples of the element's size.
+    """
     array = array.to_local() if hasattr(array, "to_local") else array
     if not isinstance(array, np.ndarray) and (on_gpu := gpu_array(array)) is not None:
         return _found_on_gpu(array, *on_gpu)
@@ -123,8 +127,8 @@ def _found_on_gpu(array: Any, view: GpuArray, named: str, storage: GpuArray) -> 
 class RankMemory:
     """The arrays of one rank by name, as its layout describes them.
 
-    They stay alive as long as this does. Raises UsageError, which names the tensor, for an array that is missing or has
-    another shape, type or strides than the layout says, or is read-only and is to be `written`.
+    This object keeps the arrays alive. Raises UsageError, which names the tensor, for an array that is missing, that
+    has another shape, type or strides than the layout says, or that is read-only although it is to be `written`.
     """
 
     def __init__(self, layout: Layout, rank: int, arrays: Mapping[str, Any], *, written: bool = False) -> None:
@@ -135,7 +139,7 @@ class RankMemory:
         spans: dict[str, tuple[int, int]] = {}
         self._found: dict[str, tuple[int, Held, str]] = {}
         self._ranges: list[tuple[int, int]] = []
-        # What lies on a GPU is registered by storage: neighbours there may be of two allocations.
+        # Arrays on a GPU are registered by storage, because neighbours there may belong to different allocations.
         self._on_gpu: dict[int, GpuArray] = {}
         for name, tensor in layout.tensors.items():
             held = tensor.held_by().get(rank)
@@ -161,7 +165,7 @@ class RankMemory:
         ]
 
     def _place_on_gpu(self, name: str, address: int, nbytes: int, storage: GpuArray) -> None:
-        """Note where a tensor lies in a GPU's memory."""
+        """Record where a tensor lies in a GPU's memory."""
         first = int(storage.__array_interface__["data"][0])
         extent = first, first + storage.nbytes
         if extent not in self._ranges:
@@ -171,11 +175,11 @@ class RankMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all regions together."""
         return sum(view.nbytes for view in self.views)
 
     def tied(self) -> dict[str, str]:
-        """Return by name the first tensor that is the same array, where that is another one."""
+        """Return, for each tensor that is the same array as an earlier tensor, the name of that earlier tensor."""
         first: dict[object, str] = {}
         found = {
             name: first.setdefault((address, held.shape, held.strides, dtype), name)
@@ -196,7 +200,7 @@ class RankMemory:
 
     @classmethod
     def allocated(cls, layout: Layout, rank: int, tied: Mapping[str, str] | None = None) -> RankMemory:
-        """Return memory for all that a rank has in a layout, in one piece; tensors that are `tied` share theirs."""
+        """Allocate memory, in one piece, for everything that a rank holds in a layout. `tied` tensors share memory."""
         held = {name: tensor.held_by().get(rank) for name, tensor in layout.tensors.items()}
         sizes = {name: extent_of(one, layout.tensors[name].dtype) for name, one in held.items() if one is not None}
         others = {name: first for name, first in (tied or {}).items() if sizes.pop(name, 0)}
@@ -207,14 +211,14 @@ class RankMemory:
         for name, size in sizes.items():
             made.places[name] = TensorPlace(0, at, size)
             at += -(-size // ALIGNED) * ALIGNED
-        # In the layout's order, for that is the order of names.
+        # Places must be in the layout's order, because tensors are numbered in this order.
         made.places |= {name: made.places[first] for name, first in others.items()}
         made.places = {name: made.places[name] for name in layout.tensors if name in made.places}
         made.views = [memory]
         return made
 
     async def register(self, engine: aiote.Engine, access: Access) -> None:
-        """Register all of it; what was registered is closed again where one fails."""
+        """Register all regions. If one registration fails, close those made before it, and raise."""
         try:
             for view in self.views:
                 self.regions.append(await engine.register_async(view, access))
@@ -223,13 +227,16 @@ class RankMemory:
             raise
 
     async def close(self) -> None:
-        """End the registrations, once nothing uses them. Idempotent."""
+        """Close the registrations, once no transfer uses them. Idempotent."""
         while self.regions:
             await self.regions[-1].aclose()
             self.regions.pop()
 
     def bytes_of(self, name: str) -> Bytes:
-        """Return the bytes of a tensor, from its first element to its last; of a GPU's a copy, which takes its time."""
+        """Return the bytes of a tensor, from its first element to its last.
+
+        For a tensor on a GPU this is a copy, which takes time; otherwise it is a view.
+        """
         region, offset, nbytes = self.places[name]
         view = self.views[region]
         if isinstance(view, GpuArray):
@@ -239,9 +246,9 @@ class RankMemory:
         return view[offset : offset + nbytes]
 
     def copy_to(self, other: RankMemory, names: Iterable[str] | None = None) -> None:
-        """Copy tensors, all without `names`, to where another memory of the same layout and rank has them."""
+        """Copy tensors into another memory of the same layout and rank. Without `names`, copy all of them."""
         for name in self.places if names is None else names:
-            # Element by element where there are gaps: they may be another tensor's.
+            # Copy elements and not the whole span, because the gaps between them may belong to another tensor.
             there = other.bytes_of(name)
             other.elements_in(name, there)[...] = self.elements_in(name, self.bytes_of(name))
             region, offset, nbytes = other.places[name]
@@ -250,7 +257,7 @@ class RankMemory:
                 gpu.copy(part_of(view, offset, offset + nbytes), there)
 
     def elements_in(self, name: str, its_bytes: Bytes) -> NDArray[Any]:
-        """Return a tensor's elements in what `bytes_of` gave, each as plain bytes, in its shape."""
+        """Return a view of a tensor's elements, in its shape and as plain bytes, in the bytes from `bytes_of`."""
         tensor = self.layout.tensors[name]
         held, size = tensor.held_by()[self.rank], ITEMSIZE[tensor.dtype]
         strides = [size * stride for stride in held.strides]
@@ -258,7 +265,7 @@ class RankMemory:
 
 
 def _share(*both: tuple[int, Held, str]) -> bool:
-    """Tell whether two arrays share elements; where that takes long to find out they may."""
+    """Return whether two arrays share elements; True as well if finding out takes more than `SHARED_WORK`."""
     one, other = (
         np.lib.stride_tricks.as_strided(
             _bytes_at(address, ITEMSIZE[dtype]).view(f"V{ITEMSIZE[dtype]}"),
@@ -267,7 +274,7 @@ def _share(*both: tuple[int, Held, str]) -> bool:
         )
         for address, held, dtype in both
     )
-    work: Any = SHARED_WORK  # the types of NumPy 2.4, and no later one's, allow 0 and -1 alone
+    work: Any = SHARED_WORK  # Any, because the type hints of NumPy 2.4 (not of later releases) allow only 0 and -1
     try:
         return bool(np.shares_memory(one, other, work))
     except np.exceptions.TooHardError:
@@ -275,7 +282,7 @@ def _share(*both: tuple[int, Held, str]) -> bool:
 
 
 def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:
-    """Return where an array begins, and a GPU's storage; raise UsageError unless it is as the layout says."""
+    """Return an array's address, and its storage if it is on a GPU. Raises UsageError unless it fits the layout."""
     if name not in arrays:
         raise aiote.UsageError(f"{name}: the layout says that this rank has it, and there is no array of that name")
     try:
@@ -297,9 +304,9 @@ def _bytes_at(address: int, nbytes: int) -> Bytes:
 
 
 class StagingMemory:
-    """Memory for what updates make, `limit` bytes of it; tasks get theirs in the order in which they ask.
+    """Staging memory of at most `limit` bytes. Tasks get memory in the order in which they ask for it.
 
-    `peak` is the most that was held at once.
+    `peak` is the largest number of bytes that were held at once.
     """
 
     def __init__(self, engine: aiote.Engine, limit: int) -> None:
@@ -314,9 +321,9 @@ class StagingMemory:
 
     @asynccontextmanager
     async def take(self, nbytes: int) -> AsyncIterator[tuple[Bytes, aiote.Region]]:
-        """Lend memory for the length of an `async with`, with its registration; it is not cleared.
+        """Lend memory and its registration until the end of an `async with`, once there is room. It is not cleared.
 
-        Raises UsageError for more than the limit.
+        Raises UsageError for more bytes than the limit.
         """
         async with self.count(nbytes) as start:
             if self._memory is None:
@@ -327,7 +334,10 @@ class StagingMemory:
 
     @asynccontextmanager
     async def count(self, nbytes: int) -> AsyncIterator[int]:
-        """Count memory that is allocated elsewhere, for the length of an `async with`."""
+        """Count memory that is allocated elsewhere against the limit, until the end of an `async with`.
+
+        Waits until there is room. Raises UsageError for more bytes than the limit.
+        """
         size = max(ALIGNED, -(-nbytes // ALIGNED) * ALIGNED)
         if size > self.limit // ALIGNED * ALIGNED:
             raise aiote.UsageError(f"{size} bytes of staging memory are needed, staging_bytes is {self.limit}")
@@ -338,7 +348,7 @@ class StagingMemory:
             self._give(start, size)
 
     async def close(self) -> None:
-        """Let go of the memory, once nothing uses it."""
+        """Close the registration and release the memory, once no task uses it."""
         if self._region is not None:
             await self._region.aclose()
         self._region = self._memory = None
@@ -357,7 +367,7 @@ class StagingMemory:
         return start
 
     def _find(self, size: int) -> int:
-        """Take the first gap that is large enough; -1 where there is none."""
+        """Take the first gap that is large enough, and return its start; -1 if there is none."""
         for number, (first, length) in enumerate(self._free):
             if length >= size:
                 self._free[number] = (first + size, length - size)

@@ -1,4 +1,4 @@
-"""What every target tensor is made of: an expression of source tensors.
+"""Recipes: each target tensor as an expression of source tensors.
 
     Recipe({
         "layers.0.qkv_proj.weight": cat("layers.0.q.weight", "layers.0.k.weight", "layers.0.v.weight"),
@@ -8,17 +8,18 @@
         "lm_head.weight": source("embed.weight").pad(0, to=151_936).cast(),
     })
 
-A target that has no expression takes the source tensor of its own name. How a fused tensor is spread over tensor
-parallel ranks is the layout's matter (`packed`), not the recipe's: an expression makes the whole tensor.
+A target without an expression takes the source tensor of its own name. An expression always makes the whole tensor; the
+layout (`packed`) describes how a fused tensor is spread over tensor-parallel ranks.
 
-**Parts.** Every operation only moves elements, so an expression comes down to boxes. Within the box of a `Part`, target
-index t stands for source index
+**Parts.** Every operation only moves elements, so an expression resolves to boxes. Within the box of a `Part`, target
+index t takes source index
 
     source_start[d] + t[a] - target_start[a]    where axes[a] == d,    and source_start[d] where no a has that d
 
-Boxes of one target never overlap. What no box covers is padding: it is not written, so a target keeps there what it
-has. A cast changes an element on its way; quantization also needs the other elements of its block, of two innermost
-dimensions, hence a whole block in one place. In a block that is partly padding, padding counts as zeros and is written.
+Boxes of one target never overlap. Elements that no box covers are padding: updates do not write them, so the target
+keeps their values. A cast converts each element by itself. Quantization also needs the other elements of the block (in
+the two innermost dimensions), so one rank must have the whole block. In a block that is partly padding, padding counts
+as zeros and is written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SourceOf = Callable[[str], tuple[Shape, str]]
 
 
 class Part(NamedTuple):
-    """A box of a target tensor that comes from one source tensor. A target dimension that `stack` made has axis -1."""
+    """A box of a target tensor that is made from one source tensor. Axis -1 marks a dimension that `stack` made."""
 
     source: str
     source_start: tuple[int, ...]
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What an expression comes to: its shape, the sources' dtype, that of a cast ("" for the target's own), parts."""
+    """A resolved expression: its shape, its sources' dtype, the dtype it is cast to ("": the target's), its parts."""
 
     shape: Shape
     dtype: str
@@ -57,7 +58,7 @@ class Made(NamedTuple):
 
 
 class Expression:
-    """A tensor that is made of source tensors; each operation returns a new one. Begin with `source`."""
+    """A tensor made from source tensors. Begin with `source`; each operation returns a new expression."""
 
     __slots__ = ("_make",)
 
@@ -65,14 +66,14 @@ class Expression:
         self._make = make
 
     def resolve(self, source_of: SourceOf) -> Made:
-        """Return what it comes to, given each source's shape and dtype. Raises UsageError for what does not fit."""
+        """Resolve the expression, given each source's shape and dtype. Raises UsageError if these do not fit."""
         return self._make(source_of)
 
     def _then(self, change: Callable[[Made], Made]) -> Expression:
         return Expression(lambda source_of: change(self._make(source_of)))
 
     def permute(self, *dims: int) -> Expression:
-        """Reorder the dimensions: the result's dimension i is this one's `dims[i]`."""
+        """Reorder the dimensions: dimension i of the result is dimension `dims[i]` of this expression."""
         return self._then(lambda made: _permuted(made, dims))
 
     def transpose(self, first: int = -2, second: int = -1) -> Expression:
@@ -91,7 +92,7 @@ class Expression:
         return self._then(lambda made: _narrowed(made, dim, start, length))
 
     def select(self, dim: int, index: int) -> Expression:
-        """Take one index of a dimension, which then is no more."""
+        """Take one index of a dimension, and drop the dimension."""
 
         def change(made: Made) -> Made:
             at = _dim(dim, len(made.shape))
@@ -107,17 +108,17 @@ class Expression:
         return self._then(change)
 
     def pad(self, dim: int, *, to: int, before: int = 0) -> Expression:
-        """Make a dimension `to` long: `before` elements of padding, these, and padding for the rest."""
+        """Pad a dimension to the extent `to`: `before` indices of padding, then these elements, then more padding."""
         return self._then(lambda made: _padded(made, dim, to, before))
 
     def cast(self, dtype: str = "") -> Expression:
-        """Convert the elements to a type, without one to that of the target."""
+        """Convert the elements to `dtype`, or without an argument to the target's dtype."""
         name = dtype_name(dtype) if dtype else ""
         return self._then(lambda made: made._replace(cast=name))
 
 
 def source(name: str) -> Expression:
-    """Return the source tensor of that name. Where an expression is expected, the name alone means the same."""
+    """Return the source tensor of that name. A plain name means the same wherever an expression is expected."""
 
     def make(source_of: SourceOf) -> Made:
         shape, dtype = source_of(name)
@@ -129,7 +130,7 @@ def source(name: str) -> Expression:
 
 
 def cat(*expressions: Expression | str, dim: int = 0) -> Expression:
-    """Put tensors one after another along a dimension: q, k and v, or gate and up."""
+    """Concatenate tensors along a dimension: q, k and v, or gate and up."""
     several = _several(expressions)
 
     def make(source_of: SourceOf) -> Made:
@@ -148,7 +149,7 @@ def cat(*expressions: Expression | str, dim: int = 0) -> Expression:
 
 
 def stack(*expressions: Expression | str, dim: int = 0) -> Expression:
-    """Put tensors of one shape beside each other along a new dimension: experts."""
+    """Stack tensors of the same shape along a new dimension: experts."""
     several = _several(expressions)
 
     def make(source_of: SourceOf) -> Made:
@@ -168,7 +169,7 @@ def stack(*expressions: Expression | str, dim: int = 0) -> Expression:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """An expression whose target is quantized by blocks, with the blocks' scales in another target tensor."""
+    """An expression whose result is quantized by blocks; the blocks' scales go to another target tensor."""
 
     expression: Expression
     scale: str
@@ -176,10 +177,11 @@ class Quantized:
 
 
 def quantized(expression: Expression | str, *, scale: str, block: tuple[int, int] = (128, 128)) -> Quantized:
-    """Quantize a target by blocks of its two innermost dimensions; `scale` names the tensor that takes their scales.
+    """Quantize a target by blocks of its two innermost dimensions. `scale` names the target tensor for the scales.
 
-    Blocks are counted from index 0 of the whole target. The scale tensor has the same shape, but ceil(n / block) for
-    the two innermost dimensions, and is spread in the same way over the ranks.
+    Blocks are counted from index 0 of the whole target. The tensor of scales has the target's shape, except that the
+    two innermost dimensions have ceil(n / block) indices. It must be spread over the ranks in the same way. Raises
+    UsageError for block sizes below 1.
     """
     rows, columns = (int(size) for size in block)
     if min(rows, columns) < 1:
@@ -189,10 +191,11 @@ def quantized(expression: Expression | str, *, scale: str, block: tuple[int, int
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What each target tensor is made of, by name: an expression, a source's name, or what `quantized` returns.
+    """The recipe of each target tensor, by name: an expression, a source's name, or the result of `quantized`.
 
-    `unused` has patterns (fnmatch) of source tensors that go nowhere, `untouched` of target tensors that no update
-    writes: tables of rotary embeddings, scales of a KV cache. All others must be named on both sides.
+    `unused` lists patterns (fnmatch) of source tensors that no target takes. `untouched` lists patterns of target
+    tensors that no update writes: tables of rotary embeddings, scales of a KV cache. All other tensors of both sides
+    must occur in the recipe or have the same name on both sides.
     """
 
     targets: Mapping[str, Expression | Quantized | str] = field(default_factory=dict)
@@ -206,11 +209,11 @@ class Recipe:
         object.__setattr__(self, "targets", dict(self.targets))
 
     def is_unused(self, name: str) -> bool:
-        """Tell whether a source tensor may go nowhere."""
+        """Return whether a source tensor is listed as one that no target takes."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unused)
 
     def is_untouched(self, name: str) -> bool:
-        """Tell whether a target tensor is none of an update's."""
+        """Return whether a target tensor is listed as one that no update writes."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.untouched)
 
 
@@ -247,7 +250,7 @@ def _moved(values: tuple[int, ...], at: int, by: int) -> tuple[int, ...]:
 
 
 def _common(made: list[Made]) -> tuple[str, str | None]:
-    """Return the dtype and the cast that all have; raise UsageError where they differ."""
+    """Return the common dtype and cast of resolved expressions. Raises UsageError if they differ."""
     kinds = {(one.dtype, one.cast) for one in made}
     if len(kinds) != 1:
         names = sorted(dtype if cast is None else f"{dtype} cast to {cast or 'the target'}" for dtype, cast in kinds)

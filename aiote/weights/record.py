@@ -1,18 +1,20 @@
-"""A recipe and the targets' layout, recorded from the loader that an inference engine has for a checkpoint anyway.
+"""Record a recipe and the targets' layout from the checkpoint loader that an inference engine has already.
 
     recording = record(model.load_weights, dict(model.named_parameters()), trained)     # on each inference rank
     targets, recipe = Recording.merge({0: recording, 1: ...}, trained)                  # of all ranks
 
-The loader gets (name, tensor) pairs as from a checkpoint, but the tensors have no values (`traced`). Which element of
-a source went to which element of a parameter is all that is kept; no rules are written for a model.
+The loader gets (name, tensor) pairs as from a checkpoint, but the tensors have no values (`traced`). For each element
+of a parameter, a recording keeps only the element of a source tensor that the loader copied there. So no rules need to
+be written for a model.
 
-**The target tensors.** A loader knows its own rank's part of a parameter, and no whole. So what ranks have of a
-parameter in the same way counts once, and different ones follow one another along the first dimension:
+**The target tensors.** A loader knows its own rank's part of a parameter, and not the whole. So ranks that load the
+same elements into a parameter share one part of the target tensor, and different parts follow one another along the
+first dimension:
 
     norm, the same on ranks 0 and 1           a tensor of [4096], on both
     qkv, rank 0's heads and rank 1's          a tensor of [2 * 3072, 4096], a half on each
 
-which is a name for all the memory there is, and nothing that an engine has anywhere.
+Such a target tensor names the memory of all ranks together; it exists as a whole in no engine.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ __all__ = ["Recording", "record"]
 
 Shape = tuple[int, ...]
 LIBRARY_ERRORS = (TypeError, ValueError, IndexError, BufferError, RuntimeError)
-"""What libraries raise where they are given something that they do not take for an array."""
+"""The errors that libraries raise if an argument is not an array to them."""
 
 
 class Parameter(NamedTuple):
-    """What one rank has of a parameter, and the boxes of it that came from source tensors of which type."""
+    """One rank's part of a parameter: its memory layout, the type of its source tensors, and the parts filling it."""
 
     dtype: str
     shape: Shape
@@ -51,20 +53,21 @@ class Parameter(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What one rank's loader did. `sources` has the shapes of the source tensors that it took something of."""
+    """The record of one rank's loader. `sources` has the shape of each source tensor that the loader copied from."""
 
     parameters: dict[str, Parameter]
     sources: dict[str, Shape]
 
     def describe(self) -> dict[str, Any]:
-        """Return it as mappings, tuples, strings and integers, which travel as JSON."""
+        """Return the recording as mappings, tuples, strings and integers, which travel as JSON."""
         return {"parameters": self.parameters, "sources": self.sources}
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Recording:
-        """Make the recording that `describe` returned the description of. Raises UsageError for anything else."""
+        """Return the recording whose description `describe` returned. Raises UsageError for anything else."""
         try:
-            # As JSON has it there are lists where a recording has tuples.
+            # A round trip through JSON turns tuples into lists, so that a description is the same before and after
+            # JSON.
             plain = json.loads(json.dumps(description))
             parameters = {
                 str(name): Parameter(
@@ -84,10 +87,10 @@ class Recording(NamedTuple):
     def merge(
         recordings: Mapping[int, Recording], *, unused: Iterable[str] = (), untouched: Iterable[str] = ()
     ) -> tuple[Layout, Recipe]:
-        """Return the layout of all inference ranks, and the recipe, from what each rank's loader did.
+        """Return the layout of all inference ranks and the recipe, from the recording of each rank.
 
-        `unused` and `untouched` are as of `Recipe`. Raises UsageError for a parameter that no rank's loader wrote and
-        that is not listed as untouched, and for ranks whose parameters differ in type.
+        `unused` and `untouched` are as for `Recipe`. Raises UsageError for a parameter that no rank's loader wrote and
+        that is not listed as untouched, and for ranks whose parameters differ in type or beyond the first dimension.
         """
         names = dict.fromkeys(name for one in recordings.values() for name in one.parameters)
         listed = Recipe({}, tuple(unused), tuple(untouched))
@@ -111,14 +114,14 @@ def record(
     parameters: Mapping[str, Any],
     sources: Layout | Mapping[str, tuple[Sequence[int], Any]],
 ) -> Recording:
-    """Run one rank's loader on tensors without values, and return what it copied where.
+    """Run one rank's loader on tensors without values, and return a recording of its copies.
 
-    `load` takes (name, tensor) pairs, as vLLM's `load_weights` does; its parameters are torch tensors on any device,
-    "meta" among them, or numpy arrays, not both; no copy changes them meanwhile. `sources` say shape and type of each
-    tensor of the checkpoint. What a loader calls means what it means in the library of its parameters; it may slice,
-    turn, split, put together and convert tensors, and copies them with torch's `copy_` or by an index, or with
-    `numpy.copyto`. Raises RecordError, a UsageError that names the call and the tensor, for anything else, also where
-    the loader catches it.
+    `load` takes an iterator of (name, tensor) pairs, as vLLM's `load_weights` does. `parameters` are either torch
+    tensors on any device (also "meta") or numpy arrays, not both; the recorded copies do not change them. `sources`
+    gives the shape and type of each tensor of the checkpoint. A loader's call means what it means in the library of its
+    parameters. The loader may slice, permute, split, combine and convert tensors, and copies them with torch's `copy_`,
+    with torch's assignment to an index, or with `numpy.copyto`. Raises RecordError, a UsageError that names the call
+    and the tensor, for anything else, even if the loader catches it.
     """
     if isinstance(sources, Layout):
         sources = {name: (tensor.shape, tensor.dtype) for name, tensor in sources.tensors.items()}
@@ -135,7 +138,10 @@ def record(
 
 
 def _are_torch(parameters: Mapping[str, Any]) -> bool:
-    """Tell whether parameters are of torch; without any they count as torch's where it is loaded."""
+    """Return whether parameters are torch tensors. Without parameters, return whether torch is loaded.
+
+    Raises UsageError for a mixture of torch tensors and numpy arrays.
+    """
     kinds = {hasattr(parameter, "untyped_storage") for parameter in parameters.values()}
     if len(kinds) > 1:
         raise UsageError(
@@ -146,7 +152,7 @@ def _are_torch(parameters: Mapping[str, Any]) -> bool:
 
 
 def _run(load: Callable[[Iterator[tuple[str, Any]]], object], pairs: Iterator[tuple[str, Any]], log: CopyLog) -> None:
-    """Run a loader; what was refused comes out whatever the loader, or a library, made of the error."""
+    """Run a loader. A refusal is raised even if the loader or a library has caught or replaced the error."""
     last = "no tensor yet"
 
     def noted() -> Iterator[tuple[str, Any]]:
@@ -185,7 +191,10 @@ def _recording(log: CopyLog, known: Mapping[str, tuple[Shape, str]]) -> Recordin
 
 
 def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[Part]]:
-    """Return one tensor of what ranks have of a parameter, and its parts; equal ones are one."""
+    """Combine ranks' parts of a parameter into one tensor; return it and its recipe parts. Equal parts are merged.
+
+    Raises UsageError for ranks whose types differ, or whose shapes differ beyond the first dimension.
+    """
     groups: dict[tuple[Shape, tuple[Part, ...]], list[int]] = {}
     for rank, one in of_rank.items():
         groups.setdefault((one.shape, tuple(sorted(one.parts))), []).append(rank)
@@ -215,7 +224,7 @@ def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[P
 
 
 def _usual(parameter: Parameter) -> Shape:
-    """Return a parameter's strides, those of dimensions of one element as in a dense array."""
+    """Return a parameter's strides. Dimensions of one index get a dense array's stride."""
     rows = zip(parameter.shape, parameter.strides, dense(parameter.shape), strict=True)
     return tuple(usual if extent == 1 else stride for extent, stride, usual in rows)
 
@@ -223,7 +232,7 @@ def _usual(parameter: Parameter) -> Shape:
 def _expression(
     tensor: Tensor, parts: list[Part], of_rank: Mapping[int, Parameter], shapes: Mapping[str, Shape]
 ) -> Expression:
-    """Return the expression of a target of which the parts are known."""
+    """Return an expression that makes a target from known parts. Raises UsageError for sources of several types."""
     dtypes = {one.source_dtype for one in of_rank.values() if one.parts} or {tensor.dtype}
     if len(dtypes) != 1:
         raise UsageError(f"ranks load a parameter from tensors of several types: {', '.join(sorted(dtypes))}")

@@ -1,6 +1,6 @@
-"""Another rank's tensors, as it says where they lie.
+"""Another rank's tensors, at the places that the rank itself describes.
 
-What it says may be wrong: then that reaches nobody's memory but its own.
+The description may be wrong. Even then it leads only to memory of the rank that gave it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .protocol import Descriptors, Numbers
 __all__ = ["Names", "RemoteMemory"]
 
 Names = Mapping[str, int]
-"""The numbers of a rank's tensors, in the order of its layout."""
+"""The number of each of a rank's tensors, by name, in the order of its layout."""
 
 
 class RemoteMemory:
-    """The tensors of the rank at an address, in regions that it has described, to be read or written."""
+    """The tensors of the rank at an address, in the regions that the rank has described, for reads or for writes."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class RemoteMemory:
     def tensor(self, name: str) -> aiote.RemoteRegion:
         """Return the memory from a tensor's first byte on.
 
-        Raises UsageError for what is no such description, and for memory of another engine than the rank's.
+        Raises UsageError for an invalid description, and for memory of another engine than the rank's.
         """
         remote, offset = self._place(name)
         return remote[offset:]
 
     def part(self, name: str, first: int, nbytes: int) -> aiote.RemoteRegion:
-        """Return bytes of a tensor. Raises UsageError as `tensor`, and for bytes beyond the memory."""
+        """Return a range of a tensor's bytes. Raises UsageError like `tensor`, and for bytes beyond the memory."""
         remote, offset = self._place(name)
         return remote[offset + first : offset + first + nbytes]
 

@@ -1,9 +1,9 @@
-"""What a source rank needs of staging memory for one task, and whether a limit allows it.
+"""The staging memory that a source rank needs for one task, and whether it is within a limit.
 
-A task's staging memory begins with what is put together, then comes what that is converted to, and the scales. Behind
-them are counted a conversion's temporary arrays and the offsets of rows; at the end lands what is read of other ranks,
-where there is room for it. Tasks that take more than a share of the limit are halved, down to single elements or
-quantization blocks; what the largest of these take is the least limit there can be.
+A task's staging memory holds, in this order: the staged elements, the converted elements, the scales, room for the
+temporary arrays of a conversion and for the offsets of rows, and, if there is room, the bytes read from other ranks.
+Tasks that need more than a share of the limit are halved, down to single elements or quantization blocks; the limit
+must allow the largest of these.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from .writes import ROW_BYTES, packed, runs_of
 __all__ = ["LEAST", "Fetch", "Sizes", "check_limit", "most_rows", "small"]
 
 LEAST = 4096
-"""The smallest limit: what single elements take, with room to spare."""
+"""The smallest limit, in bytes: more than a task of a single element takes."""
 SHARE = 4
-"""A task takes no more than the limit / SHARE where it can be halved, so that several are under way."""
+"""A task that can be halved takes at most limit / SHARE, so that several tasks run at the same time."""
 MOST_ROWS = 1 << 16
-"""So many rows at a time keep a NIC busy; their offsets take 1 MiB."""
+"""The most rows in one write. This many keep a NIC busy, and their offsets take 1 MiB."""
 MOST_BETWEEN = 4
-"""Of rows elsewhere all that lies between them is read, too, where it is no more than so many times as much."""
+"""Rows of another rank are read at once, together with the bytes between them, if this reads at most this many times
+the rows' bytes."""
 
 
 def most_rows(limit: int) -> int:
-    """Return how many rows are written at a time: their offsets take a sixteenth of the limit at most."""
+    """Return how many rows to write at a time, so that their offsets take at most a sixteenth of the limit."""
     return max(1, min(MOST_ROWS, limit // (16 * ROW_BYTES)))
 
 
@@ -42,7 +43,10 @@ def _aligned(nbytes: int) -> int:
 
 
 class Fetch:
-    """Rows of another rank's part. Several that lie near each other may be read at once, with what is between them."""
+    """Rows of another rank's part. Rows that lie near each other may be read at once, with the bytes between them.
+
+    `landing` is the number of staging bytes for this; if it is 0, the rows are read one by one.
+    """
 
     def __init__(self, read: Read, itemsize: int) -> None:
         self.rank, self.tensor, self.copy, self.itemsize = read.rank, read.copy.source, read.copy, itemsize
@@ -73,7 +77,7 @@ class Sizes:
         self.all = self.staged + self.converted + _aligned(self.scales + temporary + rows * ROW_BYTES)
 
     def land(self, fetches: Iterable[Fetch], limit: int) -> None:
-        """Make room for what is read of other ranks; rows for which there is none are read one by one."""
+        """Make room for the bytes that are read from other ranks. Rows without room are read one by one."""
         for fetch in fetches:
             if self.all + fetch.landing > limit:
                 fetch.landing = 0
@@ -81,7 +85,7 @@ class Sizes:
 
 
 def _straight_bytes(task: Task, itemsize: int, most: int) -> int:
-    """Return what a task takes that writes straight out of the weights: rows that are packed, and offsets."""
+    """Return the staging bytes of a task that writes straight out of the weights: packed rows, and rows' offsets."""
     needed = 0
     for write in task.writes:
         both = packed(write.copy, itemsize)
@@ -92,7 +96,7 @@ def _straight_bytes(task: Task, itemsize: int, most: int) -> int:
 
 
 def small(task: Task, plan: UpdatePlan, limit: int) -> bool:
-    """Tell whether a task takes no more than its share of a limit."""
+    """Return whether a task takes at most its share of a limit."""
     most = most_rows(limit)
     if task.kind == "direct":
         return _straight_bytes(task, ITEMSIZE[task.dtype], most) <= limit // SHARE
@@ -100,7 +104,7 @@ def small(task: Task, plan: UpdatePlan, limit: int) -> bool:
 
 
 def check_limit(plan: UpdatePlan, rank: int, limit: int) -> None:
-    """Raise UsageError, which names the tensor, where a rank's smallest tasks take more than a limit."""
+    """Raise UsageError, which names the tensor, if one of a rank's smallest tasks takes more than a limit."""
     seen: set[object] = set()
     for number in plan.order(rank):
         entry = plan.entries[plan.units[number].entry]

@@ -1,8 +1,8 @@
-"""A training rank: it reads its part of a plan, makes what must be made, and writes it into the targets' memory.
+"""A training rank as a source of updates: it gathers, converts and writes its part of a plan to the targets' memory.
 
-Units run in the plan's order, several at a time: while one is written the next is converted. All that they hold
-besides the weights is staging memory, of which there is a limit. What other ranks have is read from their memory,
-one-sided; they run nothing for it.
+Units run in the plan's order, several at a time, so that one is converted while another is written. Besides the weights
+they use only staging memory, which has a limit. A source reads elements of other ranks by one-sided reads, for which
+those ranks run no code.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ from .writes import ROW_BYTES, Batch, Rows, Straight, move, packed, parts_of, ro
 __all__ = ["Source", "serve_source"]
 
 UNITS = 8
-"""How many units are under way at a time: what one waits for, the next ones do."""
+"""How many units run at a time: while one waits, the others go on."""
 KEPT_STEPS = 1 << 14
-"""So many steps are kept for the next update, about 1 KiB each; to compute one takes longer than to begin it."""
+"""The most steps to keep for the next update, about 1 KiB each. Computing a step takes longer than beginning it."""
 
 READS = 16
-"""So many rows of another source are read at a time: one waits for as long as it takes to begin the others."""
+"""How many rows of another source are read at a time: one read takes as long as beginning the others."""
 KEPT_PLACES = 1 << 10
-"""So many targets' places are kept, 16 bytes for each tensor."""
+"""The most targets whose places are kept, 16 bytes for each tensor."""
 CONVERTED = 5
-"""To convert bytes takes so many times as long as to copy them."""
+"""Converting bytes takes this many times as long as copying them."""
 AT_ONCE = 32
-"""After so many steps others have a turn of the event loop: to compute as many takes some milliseconds."""
+"""After this many steps, other tasks of the event loop get a turn: computing them takes some milliseconds."""
 UNTRUE = (aiote.AioteError, ValueError, IndexError, KeyError)
-"""What is raised where a target fails. What it says of its memory may be wrong, too: that is nobody else's failure."""
+"""The errors that make only one target fail. A wrong description of its memory causes some of them."""
 
 
 class Source:
     """The weights of one training rank. Made by `serve_source`.
 
-    They must not change while an update is sent: `await controller.update()` between two steps of the optimizer.
+    The weights must not change while an update is sent: `await controller.update()` between two steps of the optimizer.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class Source:
         self._steps: list[Task | Straight] = []
 
     def described(self) -> SourceState:
-        """Return what it tells its controller."""
+        """Return the source's description of itself for its controller."""
         regions = Descriptors.of([region.descriptor for region in self.weights.regions])
         places = places_of(self.weights)
         return SourceState(self.rank, self._packed, places, regions, str(self.engine.address))
 
     async def prepare(self, sources: Sequence[SourceState], targets: Sequence[TargetState], gather: str) -> bytes:
-        """Plan with these ranks, and return the plan's digest."""
+        """Plan with these ranks, and return the plan's digest. Raises UsageError like `planned` and `check_limit`."""
         self.plan, self._steps = None, []
         nbytes = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
         plan, names = await in_thread(nbytes, functools.partial(planned, sources, targets, self.recipe, gather))
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
-        # Also those of other controllers' targets, whose plan may be the same.
+        # Keep the places of other controllers' targets too, because their plan may be the same.
         self.places.update((digest_of(one.places), one.places) for one in targets)
         for known in list(self.places)[:-KEPT_PLACES]:
             del self.places[known]
@@ -116,7 +116,7 @@ class Source:
         return self.digest
 
     def steps(self, plan: UpdatePlan) -> Iterator[Task | Straight]:
-        """Yield what this rank does, in order; the first update of a plan computes it, task by task."""
+        """Yield this rank's steps, in order. The first update with a plan computes them, task by task."""
         if self._steps and self.plan is plan:
             yield from self._steps
             return
@@ -130,7 +130,7 @@ class Source:
             self._steps = made
 
     def _straight(self, task: Task) -> Iterator[Task | Straight]:
-        """Yield a task's writes of single rows by themselves, and the task with what is left of it."""
+        """Yield a direct task's writes of single rows as steps of their own, then the task with all other writes."""
         rest = []
         for write in task.writes:
             copy = write.copy
@@ -149,12 +149,12 @@ class Source:
 def planned(
     sources: Sequence[SourceState], targets: Sequence[TargetState], recipe: Recipe, gather: Any
 ) -> tuple[UpdatePlan, list[dict[int, Names]]]:
-    """Return the plan for ranks that have described themselves, and the numbers of each one's tensors.
+    """Return the plan for ranks that have described themselves, and for both sides the numbers of each rank's tensors.
 
-    Raises UsageError, too, for a rank that describes another one's tensors.
+    Raises UsageError like `plan_update`, and for a rank that describes another rank's tensors.
     """
     sides, names = [], []
-    # What is the same for many ranks is kept once.
+    # Ranks with the same names share one mapping.
     known: dict[tuple[str, ...], Names] = {}
     for side in (sources, targets):
         layouts = {one.rank: layout_of(one.layout) for one in side}
@@ -167,13 +167,13 @@ def planned(
     plan = plan_update(sides[0], sides[1], recipe, gather=gather)
     for target in targets:
         _check_tied(plan, target, names[1][target.rank])
-    # Of a large model these take long, too; the plan keeps them.
+    # Compute these here, because for a large model they take long, too. The plan keeps them.
     _ = plan.digest, plan.senders
     return plan, names
 
 
 def _check_tied(plan: UpdatePlan, target: TargetState, names: Names) -> None:
-    """Raise UsageError where two tensors of a rank that are the same memory are made of different sources."""
+    """Raise UsageError if two tensors of a rank are the same memory and are made from different sources."""
     places = target.places
     if places.shape != (len(names), 2) or len(np.unique(places, axis=0)) == len(places):
         return
@@ -191,12 +191,12 @@ def _check_tied(plan: UpdatePlan, target: TargetState, names: Names) -> None:
 
 
 class _Sending:
-    """One update on its way out of a source."""
+    """One update that a source sends."""
 
     def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[WriteTarget]) -> None:
         self.source, self.plan = source, plan
         self.engine = source.engine
-        # As they were when this was planned with: another controller may have others prepared meanwhile.
+        # Keep the sources of this plan, because another controller may prepare with other sources in the meantime.
         self.sources = source.sources
         self._most = most_rows(source.staging.limit)
         self.failed: dict[int, str] = {}
@@ -213,7 +213,7 @@ class _Sending:
         return RemoteMemory(self.engine, to.address, to.regions, places, self.source.names[to.rank], "write")
 
     async def run(self) -> Sent:
-        """Write everything, then commit to every target that has all of it."""
+        """Write everything, then commit to every target that has all of this source's part."""
         rank = self.source.rank
         try:
             with plain_errors():
@@ -230,7 +230,7 @@ class _Sending:
         return self._sent()
 
     async def _begin_all(self, group: TaskGroup) -> None:
-        """Begin everything, several at a time."""
+        """Begin all steps, several at a time."""
         for number, step in enumerate(self.source.steps(self.plan)):
             if number % AT_ONCE == 0:
                 await checkpoint()
@@ -248,7 +248,7 @@ class _Sending:
                 group.start_soon(self._write_batch, rank)
 
     def _batched(self, rank: int, row: Straight) -> bool:
-        """Have a row wait for others to the same target; return whether it is time to write them."""
+        """Add a row to its target's batch; return whether the batch must be written now."""
         if rank in self.failed or rank not in self._batches:
             return False
         try:
@@ -258,7 +258,7 @@ class _Sending:
             return False
 
     async def _write_batch(self, rank: int) -> None:
-        """Write what waits for one target; one that fails stops no other."""
+        """Write the batch of one target. A target that fails does not stop the others."""
         try:
             nbytes = await self._batches[rank].write(self.engine)
             self.written += nbytes
@@ -288,7 +288,7 @@ class _Sending:
             self._under_way.release()
 
     async def _straight(self, write: Write) -> None:
-        """Write out of the weights; rows that are short are packed first."""
+        """Write straight out of the weights. Short rows are packed into staging memory first."""
         memory, name = self.source.weights, write.copy.source
         size = ITEMSIZE[self.source.layout.tensors[name].dtype]
         both = packed(write.copy, size)
@@ -307,7 +307,7 @@ class _Sending:
 
     @asynccontextmanager
     async def _counted(self, copy: Copy) -> AsyncIterator[None]:
-        """Count the offsets of a copy's rows, where there are several."""
+        """Count the offsets of a copy's rows as staging memory, if there are several rows."""
         rows = min(runs_of(copy), self._most)
         if rows == 1:
             yield
@@ -360,7 +360,7 @@ class _Sending:
             await self._fetch(fetch, landing, region, memory)
         except aiote.AioteError as error:
             if not self.engine.closed:
-                # The other's failure, and not this rank's.
+                # The other source has failed, and not this rank.
                 self.lost[fetch.rank] = str(error)
             raise
 
@@ -382,7 +382,7 @@ class _Sending:
         self.gathered += fetch.nbytes
 
     async def _read_rows(self, rows: Rows, remote: aiote.RemoteRegion, region: aiote.Region) -> None:
-        """Read rows one by one, several at a time."""
+        """Read each row by a read of its own, several at a time."""
         left = zip(rows.source.tolist(), rows.target.tolist(), strict=True)
 
         async def some() -> None:
@@ -405,7 +405,7 @@ class _Sending:
                     group.start_soon(self._write_to, rank, copy.target, rows, region)
 
     async def _write_to(self, rank: int, tensor: str, rows: Rows, region: aiote.Region) -> None:
-        """Write to one target, unless it has failed; a target that fails stops no other."""
+        """Write to one target, unless it has failed. A target that fails does not stop the others."""
         to = self._destinations.get(rank)
         if to is None or rank in self.failed:
             return
@@ -435,7 +435,7 @@ class _ServedSource(SourceService):
 
     @service.method(idempotent=True)
     async def describe(self) -> SourceState:
-        # It says where the weights can be read.
+        # Only a controller may learn where the weights can be read.
         self._controllers.require()
         return self._source.described()
 
@@ -458,7 +458,7 @@ class _ServedSource(SourceService):
             with plain_errors():
                 return await _Sending(source, source.plan, destinations).run()
         except BaseException:
-            # What has failed keeps nobody else's update out.
+            # A failed update must not make this source refuse other updates.
             if source.latest == update:
                 source.latest = before
             raise
@@ -475,15 +475,15 @@ async def serve_source(
     staging_bytes: int = 256 << 20,
     controllers: service.CallersLike = None,
 ) -> AsyncIterator[Source]:
-    """Send a training rank's weights when a controller asks, for the length of an `async with`.
+    """Send a training rank's weights whenever a controller asks, until the end of an `async with`.
 
-    `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
-    CPU; they stay in place meanwhile, and do not change while an update is sent. All ranks and the controller have the
-    same `recipe`. `staging_bytes` bounds what an update holds besides: larger units are sent in pieces, down to single
-    quantization blocks. `controllers` may have this done: see `service.CallersLike`; "first" is the first that calls.
+    `arrays` are the rank's parts by name, as `layout` describes them: numpy arrays, torch tensors, or arrays with
+    `__cuda_array_interface__`. They stay in place, and must not change while an update is sent. All sources and the
+    controller need the same `recipe`. `staging_bytes` bounds all other memory: larger units are sent in pieces, down to
+    quantization blocks. `controllers` may order updates (`service.CallersLike`); "first" is the first that calls.
 
-    Raises UsageError for an array that is not as the layout says, which it names, and for an engine with a cluster key
-    without controllers; `prepare` raises it at the controller where a block takes more than `staging_bytes`.
+    Raises UsageError, which names the tensor, for an array that is not as the layout says, and for an engine with a
+    cluster key if no controllers are given. The controller's `prepare` raises it if a block exceeds `staging_bytes`.
     """
     if staging_bytes < LEAST:
         raise aiote.UsageError(f"staging_bytes is {staging_bytes}, expected {LEAST} or more")

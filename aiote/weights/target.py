@@ -1,4 +1,4 @@
-"""An inference rank: it lends the memory of its weights for one update at a time, and counts who has committed.
+"""An inference rank as a target of updates: it lends its weights' memory to one update at a time, and counts commits.
 
 | versions  | sources write to                     | until the commit the rank has                          |
 |-----------|--------------------------------------|--------------------------------------------------------|
@@ -6,10 +6,10 @@
 | `gated`   | the weights, while a window is open  | weights that are torn, in a window that it opened      |
 | `shadow`  | other memory, copied at the commit   | the old version, bit by bit                            |
 
-A commit copies the tensors that the update writes, and no others: those are the program's own.
+With `shadow`, a commit copies only the tensors that the update writes; all other tensors belong to the program.
 
-No code of the rank runs while bytes arrive. Memory is lent by lease for one update: after an aborted one nothing is
-written any more, whatever its sources do.
+No code of the rank runs while bytes arrive. The rank lends memory by leases, for one update. After an update is
+aborted, its sources cannot write any more, whatever they do.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = ["Target", "serve_target"]
 
 
 class Target:
-    """The weights of one inference rank. Made by `serve_target`; `version` is None before the first commit.
+    """The weights of one inference rank. Made by `serve_target`.
 
-    `state` is "empty" (nothing was ever committed), "updating" (an update writes to the weights), "torn" (one did, and
-    was not committed) or "ready".
+    `state` is "empty" (no update was ever committed), "updating" (an update writes to the weights), "torn" (an update
+    wrote to the weights and was not committed) or "ready".
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Target:
         self.weights = RankMemory(layout, rank, arrays, written=True)
         self.written = self.weights
         if versions == "shadow":
-            # What an update leaves out of the tensors that it writes, padding, is copied at the commits, too.
+            # A commit also copies padding, which updates do not write. So the shadow begins as a copy of the weights.
             self.written = RankMemory.allocated(layout, rank, self.weights.tied())
             self.weights.copy_to(self.written)
         self._overlapping = self.weights.overlapping()
@@ -90,23 +90,23 @@ class Target:
 
     @property
     def version(self) -> int | None:
-        """The version of the weights, None where they are none whole."""
+        """The version of the weights; None before the first commit, and while the weights are updating or torn."""
         return None if self.update is None or self.state in ("torn", "updating") else self.update.version
 
     def described(self) -> TargetState:
-        """Return what it tells its controller."""
+        """Return the target's description of itself for its controller."""
         places = places_of(self.written)
         return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed, places)
 
     def named(self, numbers: Numbers) -> list[str]:
-        """Return the names of these tensors of the layout. Raises UsageError for numbers of none."""
+        """Return the names of the tensors with these numbers. Raises UsageError for a number without a tensor."""
         held = [name for name in self.weights.layout.tensors if name in self.weights.places]
         if numbers.ndim != 1 or (len(numbers) and int(np.max(numbers)) >= len(held)):
             raise aiote.UsageError(f"an update names tensors beyond the {len(held)} of rank {self.rank}")
         return [held[number] for number in numbers.tolist()]
 
     def check_apart(self, names: Iterable[str]) -> None:
-        """Raise UsageError where two tensors that an update writes share elements: the last write would win."""
+        """Raise UsageError if two tensors that an update writes share elements, because the last write would win."""
         written = set(names)
         for one, other in self._overlapping:
             if one in written and other in written:
@@ -116,15 +116,15 @@ class Target:
                 )
 
     def change(self, state: State) -> None:
-        """Take note of a state, and wake who waits for one."""
+        """Set the state, and wake the tasks that wait for a change."""
         self.state = state
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
     async def wait_version(self, version: int) -> None:
-        """Wait until the weights are of this version or a later one. Cancelling loses nothing.
+        """Wait until the weights have this version or a later one. Cancelling loses nothing.
 
-        Raises ClosedError when the target or its engine was closed.
+        Raises ClosedError if the target or its engine is closed.
         """
         while (self.version if self.version is not None else -1) < version:
             if self.ended:
@@ -132,21 +132,22 @@ class Target:
             await self._changed.wait()
 
     def end(self) -> None:
-        """Take note that no update comes any more."""
+        """Record that the target takes no more updates, and wake the tasks that wait for one."""
         self.ended = True
         self.change(self.state)
 
     async def follow(self) -> None:
-        """Return when the engine is closed."""
+        """Wait until the engine is closed, then end the target."""
         await self.engine.wait_closed()
         self.end()
 
     @asynccontextmanager
     async def window(self) -> AsyncIterator[None]:
-        """Let an update write to the weights for the length of an `async with`; only with `versions="gated"`.
+        """Let updates write to the weights until the end of an `async with`; only with `versions="gated"`.
 
-        It is left when no update is under way. One that has begun is waited for, so bound it by a scope of your own:
-        where that ends it, the update is aborted, and the weights are torn.
+        The end of the block waits for an update that has begun. To bound this time, put a cancel scope around the
+        `async with`: if the scope is cancelled, the update is aborted, and the weights are torn. Raises UsageError for
+        other `versions`.
         """
         if self.versions != "gated":
             raise aiote.UsageError(f'a window is opened with versions="gated", not {self.versions!r}')
@@ -165,42 +166,42 @@ class Target:
                         await self._changed.wait()
 
     async def opened(self) -> None:
-        """Wait until an update may write."""
+        """Wait until an update may write to the weights."""
         while not self._open:
             await self._changed.wait()
 
     async def refresh(self) -> None:
-        """Bring a shadow to what the weights are, where an update that failed has written to it."""
+        """Copy the weights to the shadow again, if a failed update has written to the shadow."""
         if self.stale:
             copy = functools.partial(self.weights.copy_to, self.written)
             await to_the_end(functools.partial(in_thread, self.weights.nbytes, copy))
             self.stale = False
 
     async def install(self, update: Update, names: Iterable[str]) -> None:
-        """Make what was written to these tensors the version, and tell the program.
+        """Make the bytes that were written to these tensors the current version, and call `on_commit`.
 
-        Once begun, no cancellation ends it halfway; the program has `limit` seconds.
+        A cancellation takes effect only after both. `on_commit` has `limit` seconds; its error is raised here.
         """
 
         async def swap() -> None:
             if self.written is not self.weights:
-                # Once more where it was interrupted: nobody can write to either any more, so that gives the same.
+                # An interruption makes `to_the_end` call this again. The leases are revoked, so the result is the same.
                 copy = functools.partial(self.written.copy_to, self.weights, names)
                 await in_thread(self.weights.nbytes, copy)
                 self.stale = False
-            # Only a commit moves the epoch on: who begins an update and goes keeps nobody else out.
+            # Only a commit raises the epoch, so a controller that begins an update and leaves does not keep others out.
             self.update, self.epoch = update, update.epoch
             self.change("ready")
 
         try:
             await to_the_end(swap)
         finally:
-            # Also where it was cancelled meanwhile: the weights are new, and the program has to know.
+            # Call the program even after a cancellation, because the weights are new.
             if self.update == update and self._on_commit is not None:
                 await self._tell(self._on_commit, update.version)
 
     async def _tell(self, on_commit: Callable[[int], Awaitable[None] | None], version: int) -> None:
-        """Call the program in a task of its own, which no cancellation of the update reaches."""
+        """Call `on_commit` in a task of its own, so that a cancellation of the update does not reach it."""
         failures: list[Exception] = []
 
         async def call() -> None:
@@ -221,7 +222,7 @@ class Target:
 
 
 class _Incoming:
-    """An update that is under way at a target. `abort` ends the step that it is at, and it goes no further."""
+    """An update in progress at a target. `abort` cancels its current step, and prevents further steps."""
 
     def __init__(self, update: Update) -> None:
         self.update = update
@@ -230,14 +231,14 @@ class _Incoming:
         self._scope: anyio.CancelScope | None = None
 
     def abort(self, reason: str) -> None:
-        """End it."""
+        """Abort the update. The first reason is kept."""
         self.aborted = self.aborted or reason
         if self._scope is not None:
             self._scope.cancel()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surround a step that may wait. Raises StaleUpdateError when the update was aborted."""
+        """Surround a step that may wait. Raises StaleUpdateError if the update was aborted before the step's end."""
         if not self.aborted:
             with anyio.CancelScope() as self._scope:
                 yield
@@ -273,7 +274,7 @@ class _ServedTarget(TargetService):
         try:
             with mine.step():
                 await target.opened()
-            # A new immediate that counts these sources alone: a late commit of an earlier update must not count.
+            # Use a new immediate, and count only these sources: a late commit of an earlier update must not count.
             block = counted.enter_context(target.engine.reserve_immediates(1, order.sources))
             counter = counted.enter_context(target.engine.counter(block.first))
             await target.refresh()
@@ -301,7 +302,7 @@ class _ServedTarget(TargetService):
         try:
             await to_the_end(revoke)
         finally:
-            # Also where the revocation was interrupted once more: the next update must not wait for this one.
+            # Do this even if the revocation was interrupted again: the next update must not wait for this one.
             counted.close()
             target = self._target
             target.current = None
@@ -309,10 +310,10 @@ class _ServedTarget(TargetService):
             mine.done.set()
 
     async def _displace(self, update: Update) -> None:
-        """Make way for an update; raise StaleUpdateError for one that is too late."""
+        """Abort an update of an earlier epoch, and wait for its end. Raises StaleUpdateError if `update` is too old."""
         target = self._target
         while True:
-            # Looked at again after each wait: the one that made way may have been committed meanwhile.
+            # Check again after each wait, because the update that had to make way may have been committed.
             if target.update is not None and update.version <= target.update.version:
                 raise StaleUpdateError(f"{update} is no later than what rank {target.rank} has, {target.update}")
             if update.epoch < target.epoch:
@@ -338,7 +339,7 @@ class _ServedTarget(TargetService):
 def _lent(
     target: Target, sources: Sequence[str], written: Sequence[Sequence[str]], leases: list[aiote.Lease]
 ) -> Descriptors:
-    """Lend each source the regions that it writes to under one lease; return the descriptors."""
+    """Lend each source, under one lease, the regions that it writes to; return the descriptors."""
     memory, found = target.written, []
     for source, names in zip(sources, written, strict=True):
         numbers = sorted({memory.places[name].region for name in names})
@@ -372,18 +373,18 @@ async def serve_target(
     limit: float = 60.0,
     controllers: service.CallersLike = None,
 ) -> AsyncIterator[Target]:
-    """Take updates of an inference rank's weights for the length of an `async with`.
+    """Take updates of an inference rank's weights, until the end of an `async with`.
 
-    `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
-    CPU; they stay in place meanwhile. Ranks of one `replica` get a version together. `versions` says what sources write
-    to, see the module; `shadow` takes the weights' memory once more. `on_commit` is called with each version when the
-    weights are of it, before the controller hears of the commit: to forget a prefix cache, for one. It has `limit`
-    seconds; what it raises makes the replica fail in the controller's report, though the weights are new. `controllers`
-    are the engines that may update it: their addresses, a predicate of the peer, or "first", the first that begins an
-    update, as long as it is connected.
+    `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, torch tensors, or arrays
+    with `__cuda_array_interface__`, on the CPU or on a GPU. They stay in place while the target is served. Ranks of one
+    `replica` get a version together. `versions` says what sources write to, see the module; `shadow` needs the weights'
+    memory a second time. `on_commit` is called with each version once the weights have it, before the controller hears
+    of the commit, for example to clear a prefix cache. It has `limit` seconds. If it raises, the replica fails in the
+    controller's report, although the weights are new. `controllers` are the engines that may update the target: their
+    addresses, a predicate of the peer, or "first", the first engine that begins an update, as long as it is connected.
 
-    Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only; and where
-    the engine has a cluster key and no controller is named.
+    Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only; and if the
+    engine has a cluster key and no controllers are given.
     """
     callers = service.Callers(engine, controllers, "controller")
     make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit, limit)

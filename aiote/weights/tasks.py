@@ -1,4 +1,4 @@
-"""What a source rank does for one unit of a plan: read, make, write.
+"""Tasks: the reads, conversions and writes of a source rank for one unit of a plan.
 
 | kind     | reads                                        | writes                                              |
 |----------|----------------------------------------------|-----------------------------------------------------|
@@ -6,9 +6,10 @@
 | `make`   | its own part, into a staging array           | out of the staging array, converted to the target's |
 | `gather` | parts of several ranks, into a staging array | the same                                            |
 
-A staging array is dense and has the shape of the task's box. Sources fill it with elements of the task's `dtype`; what
-no read covers is padding and must be zero. Then it is converted: cast, or quantized to a dense array of the same shape
-and one of scales, of ceil(extent / block). `Write.copy.target` says out of which of the two a write comes.
+A staging array is dense and has the shape of the task's box. The reads fill it with elements of the task's `dtype`;
+elements that no read covers are padding and must be zero. Then the array is converted: by a cast, or by quantization
+into a dense array of the same shape and an array of scales, ceil(extent / block) along each dimension.
+`Write.copy.target` names the array that a write copies from.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ Point = tuple[int, ...]
 
 
 class Read(NamedTuple):
-    """One copy into the staging array, out of the part that a source rank has; `rank` may be the task's own."""
+    """One copy out of a source rank's part into the staging array. `rank` may be the task's own rank."""
 
     rank: int
     copy: Copy
 
 
 class Write(NamedTuple):
-    """One copy into the same place on several target ranks, in the order in which to write to them."""
+    """One copy to the same place on several target ranks, in the order of `ranks`."""
 
     ranks: tuple[int, ...]
     copy: Copy
 
 
 class Task(NamedTuple):
-    """A box of a target tensor, and how one source rank brings it to the target ranks."""
+    """A box of a target tensor, and the reads and writes of the source rank that brings it to the target ranks."""
 
     target: str
     start: Point
@@ -59,10 +60,10 @@ Fetch = tuple[int, Holder, Point, Point]
 
 
 def fetches(entry: Entry, cell: Cell, unit: Unit, sources: Layout) -> Iterator[Fetch]:
-    """Yield what a unit's maker reads: of which rank, of which part as what it holds, and which box of the target.
+    """Yield the reads of a unit's maker: the rank to read from, the holder to read there, and the box of the target.
 
-    What the maker has itself it reads there; of several other ranks it takes the one of its own replica, which is at
-    the same place among those that hold the same.
+    The maker reads from itself if it holds the elements. If several other ranks hold them, it reads from the rank of
+    its own replica, which is at the same place among the ranks that hold the same.
     """
     atoms = (Atom(unit.start, unit.stop, cell.holders),) if cell.direct else cell.atoms
     groups = [[(holder, ranks_of(entry, holder, sources)) for holder in atom.holders] for atom in atoms]
@@ -76,7 +77,7 @@ def fetches(entry: Entry, cell: Cell, unit: Unit, sources: Layout) -> Iterator[F
 
 
 def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: int) -> Task:
-    """Return the task of a unit; `turn` is where among the target ranks it begins to write."""
+    """Return the task of a unit. Its writes begin at place `turn` of the target ranks."""
     cell = entry.cells[unit.cell]
     direct = cell.direct and not entry.converted
     found = list(fetches(entry, cell, unit, sources))
@@ -98,7 +99,7 @@ def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: in
 
 
 def origin_of(entry: Entry, holder: Holder, sources: Layout) -> Origin:
-    """Return where what a holder names lies."""
+    """Return the origin that a holder refers to."""
     part = entry.parts[holder[0]]
     held = sources.tensors[part.source].sharding.held[holder[1]]
     return Origin(part, held, held.pieces[holder[2]])

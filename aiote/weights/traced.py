@@ -1,9 +1,9 @@
-"""Where the elements of a tensor without values come from: an inference engine's loader moves it as if it had some.
+"""Trace where the elements of a tensor without values come from, while an inference engine's loader moves the tensor.
 
-`Elements` are a strided view of a storage, and a storage is a source tensor or what was put together of such views.
-The libraries themselves say what a view is: numpy and torch move a stand-in without memory (`traced_numpy`,
-`traced_torch`), and its strides are read. So a loader's call means what it means in the library of the arrays that it
-writes to. What neither of these modules knows is refused by name.
+`Elements` are a strided view of a storage. A storage is a source tensor, or a combination of such views. The libraries
+themselves define their views: numpy and torch apply a call to a stand-in without memory (`traced_numpy`,
+`traced_torch`), and these modules read the strides of the result. So a loader's call means what it means in the library
+of the arrays that the loader writes to. These modules refuse all other calls, with an error that names the call.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ Shape = tuple[int, ...]
 
 
 class RecordError(UsageError, AttributeError):
-    """A loader did what no recipe can say. An AttributeError as well, so that `hasattr` and `getattr` work in it."""
+    """A loader did something that no recipe can express.
+
+    This is an AttributeError as well, so that `hasattr` and `getattr` work in a loader.
+    """
 
 
 class Piece(NamedTuple):
-    """A box of a traced tensor: element i of it is that at offset + i . strides of a dense source tensor."""
+    """A box of a traced tensor. Its element i is element offset + i . strides of a dense source tensor."""
 
     start: Shape
     extent: Shape
@@ -37,20 +40,20 @@ class Piece(NamedTuple):
 
 
 class Log(Protocol):
-    """Who notes copies and refusals."""
+    """A log that records a loader's copies and refusals."""
 
     def copied(self, target: Any, elements: Elements) -> None:
-        """Note that a part of a parameter, as a view of it, gets these elements, which have its shape."""
+        """Record that the loader copies elements to a view of a parameter of the same shape."""
 
     def refused(self, error: RecordError) -> RecordError:
-        """Note a refusal, so that it is told even if the loader catches it; return it."""
+        """Record a refusal, so that it is raised at the end even if the loader catches it; return it."""
 
     def loaded_in(self, values: Any) -> str | None:
-        """Return the parameter of which values have elements that were copied before, if they are of any."""
+        """Return the name of the parameter with which `values` share elements that the loader has copied, or None."""
 
 
 class Elements:
-    """See the module. `casts` are the types that the elements had so far, by name; `name` is a source's, for errors."""
+    """A strided view of a storage. `casts` names the types of the elements so far; `name` is a source's, for errors."""
 
     __slots__ = ("_storage", "_whole", "casts", "name", "offset", "shape", "strides")
 
@@ -68,25 +71,25 @@ class Elements:
 
     @classmethod
     def of(cls, name: str, shape: Shape, dtype: str) -> Elements:
-        """Return those of a source tensor."""
+        """Return the elements of a source tensor."""
         return cls.dense(name, (dtype,), shape, (Piece((0,) * len(shape), shape, name, 0, dense(shape)),))
 
     @classmethod
     def dense(cls, name: str, casts: tuple[str, ...], shape: Shape, pieces: tuple[Piece, ...]) -> Elements:
-        """Return those of a new storage that is made of pieces."""
+        """Return the elements of a new dense storage that consists of pieces."""
         return cls(name, casts, pieces, shape, (shape, 0, dense(shape)))
 
     @property
     def dtype(self) -> str:
-        """Their type now, by safetensors' name."""
+        """The present type of the elements, by safetensors' name."""
         return self.casts[-1]
 
     def view(self, shape: Sequence[int], offset: int, strides: Sequence[int]) -> Elements:
-        """Return another view of the same storage, all in elements."""
+        """Return another view of the same storage. Offset and strides are in elements."""
         return Elements(self.name, self.casts, self._storage, self._whole, (tuple(shape), offset, tuple(strides)))
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return where each element comes from. Raises RecordError where that takes too many boxes."""
+        """Return pieces that say where each element comes from. Raises RecordError if these are too many boxes."""
         piece = self._storage[0] if len(self._storage) == 1 else None
         if piece is not None and (piece.extent, piece.strides) == (self._whole, dense(self._whole)):
             return (Piece((0,) * len(self.shape), self.shape, piece.source, piece.offset + self.offset, self.strides),)
@@ -99,24 +102,24 @@ class Elements:
         return tuple(part for box in found for piece in self._storage for part in _common(piece, *box))
 
     def copied(self) -> Elements:
-        """Return the same in a dense storage of their own."""
+        """Return the same elements in a dense storage of their own."""
         return Elements.dense(self.name, self.casts, self.shape, self.pieces())
 
     def cast(self, dtype: str) -> Elements:
-        """Return them converted to a type."""
+        """Return the elements converted to a type."""
         if dtype == self.dtype:
             return self
         return Elements.dense(self.name, (*self.casts, dtype), self.shape, self.pieces())
 
     def reshaped(self, shape: Sequence[int]) -> Elements:
-        """Return them in the same order with another shape, which has as many."""
+        """Return the elements in the same order with another shape, which must have as many elements."""
         strides = _viewed(self.shape, self.strides, shape)
         if strides is None:
             return self.copied().view(shape, 0, dense(shape))
         return self.view(shape, self.offset, strides)
 
     def gathered(self, at: int, indices: Sequence[int]) -> Elements:
-        """Return what a dimension has at each of these indices, which are from 0 and within it."""
+        """Return the elements at these indices of a dimension. The indices must be within it, and not negative."""
         several = []
         for first, step, length in _runs(indices):
             shape, strides = _put(self.shape, at, length), _put(self.strides, at, self.strides[at] * step)
@@ -127,7 +130,7 @@ class Elements:
 
 
 def put_together(several: Sequence[Elements], at: int) -> Elements:
-    """Return tensors one after another along a dimension. Raises RecordError for shapes or types that differ."""
+    """Concatenate tensors along a dimension. Raises RecordError if their shapes or types differ."""
     first = several[0]
     if len({(_put(one.shape, at, 0), one.casts) for one in several}) != 1:
         made = ", ".join(f"{one.name} {' to '.join(one.casts)} {one.shape}" for one in several)
@@ -141,7 +144,7 @@ def put_together(several: Sequence[Elements], at: int) -> Elements:
 
 
 def flat(*values: Any) -> Iterator[Any]:
-    """Yield what lists, tuples and mappings among values hold, however deep."""
+    """Yield values, and in place of lists, tuples, mappings and slices the values in them, at any depth."""
     for one in values:
         if isinstance(one, dict):
             yield from flat(*one.values())
@@ -154,7 +157,7 @@ def flat(*values: Any) -> Iterator[Any]:
 
 
 def whole_numbers(values: Any) -> list[int] | None:
-    """Return integers of a list, a tuple, a range or an array of one dimension; None for anything else."""
+    """Return the integers of a list, a tuple, a range or an array of one dimension; None for anything else."""
     several = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(several, (list, tuple, range)) or not all(type(one) is int for one in several):
         return None
@@ -162,9 +165,10 @@ def whole_numbers(values: Any) -> list[int] | None:
 
 
 def _common(piece: Piece, start: Shape, begin: Shape, extent: Shape, axes: Shape) -> Iterator[Piece]:
-    """Yield what a box of a view takes of a piece of its storage, as a piece of the view.
+    """Yield the part of a box of a view that lies in a piece of the view's storage, as a piece of the view.
 
-    The box begins at `start` in the storage and at `begin` in the view; extent and axes are by the view's dimensions.
+    The box begins at `start` in the storage and at `begin` in the view. `extent` and `axes` have one number for each
+    dimension of the view.
     """
     length = [1] * len(start)
     for size, axis in zip(extent, axes, strict=True):
@@ -186,7 +190,7 @@ def _common(piece: Piece, start: Shape, begin: Shape, extent: Shape, axes: Shape
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield first, step and length of runs that go up or down by one, or stay."""
+    """Yield the first index, the step and the length of runs of indices; the step is 1, 0 or -1."""
     first = 0
     while first < len(indices):
         last = first + 1
@@ -203,7 +207,7 @@ def _put(values: Shape, at: int, value: int) -> Shape:
 
 
 def _viewed(shape: Shape, strides: Shape, wanted: Sequence[int]) -> Shape | None:
-    """Return the strides of a view of another shape, None where there is none: as numpy's attempt_nocopy_reshape."""
+    """Return the strides of a view with another shape, None if it needs a copy, like numpy's attempt_nocopy_reshape."""
     old = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
     new = [extent for extent in wanted if extent != 1]
     if math.prod(wanted) == 0:

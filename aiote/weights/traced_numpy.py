@@ -1,9 +1,9 @@
-"""An array without values, as loaders get it whose parameters are NumPy arrays.
+"""An array without values, for loaders whose parameters are NumPy arrays.
 
-NumPy hands over its functions (`__array_function__`, `__array_ufunc__`). Those that make views are run on a stand-in,
-an array of bytes of which only the shape and strides count: nobody reads it, so it needs no memory. What is listed
-here is known; any other call, keyword or kind of argument is refused. What depends on how an array lies in memory
-(`order="K"`, strides, flags) is refused, too: a trainer's arrays may lie otherwise.
+NumPy passes calls of its functions to the array (`__array_function__`, `__array_ufunc__`). Functions that return views
+run on a stand-in, an array of bytes without memory, because only its shape and strides are used. This module lists the
+calls that it knows, and refuses any other call, keyword or kind of argument. It also refuses calls whose result depends
+on how an array lies in memory (`order="K"`, strides, flags), because a trainer's arrays may lie differently.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["TracedArray"]
 
 VIEWS = "transpose permute_dims matrix_transpose swapaxes moveaxis rollaxis squeeze expand_dims broadcast_to split"
 VIEWS += " array_split hsplit vsplit dsplit flip fliplr flipud rot90 atleast_1d atleast_2d atleast_3d diagonal"
-"""Functions that return nothing but views of their first argument, whatever their other arguments are."""
+"""Functions that return only views of their first argument, whatever their other arguments are."""
 PLAIN = (np.ndarray, np.memmap)
-"""Arrays whose copies are NumPy's own. Others, such as masked ones, copy in ways of theirs."""
+"""Arrays that NumPy itself copies to. Other classes, such as masked arrays, copy in their own ways."""
 
 PLAIN_INDEX = (slice, int, np.integer)
 
 
 class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """See the module. It counts as an instance of `numpy.ndarray`, since a loader may ask."""
+    """An array without values, see the module. It counts as an instance of `numpy.ndarray`, since a loader may ask."""
 
     __slots__ = ("_elements", "_log", "_scalar")
     _elements: Elements
@@ -74,7 +74,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return TracedArray(self._log, elements, scalar)
 
     def _viewed(self, call: str, view: Callable[[Any], Any]) -> Any:
-        """Return what NumPy makes of the stand-in, as views of this."""
+        """Apply `view` to the stand-in, and return the resulting views as views of this array."""
         mine = self._elements
         alone = stand_in(mine.shape, mine.strides)
         try:
@@ -91,11 +91,11 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _of(self, view: Any) -> TracedArray:
         return self._with(self._elements.view(view.shape, self._elements.offset + offset_of(view), view.strides))
 
-    # What a loader asks.
+    # Properties.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents."""
+        """The extent of each dimension."""
         return self._elements.shape
 
     @property
@@ -131,16 +131,16 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._refuse("len()", "but it has no dimensions")
         return self.shape[0]
 
-    # What moves elements.
+    # Calls that move elements.
 
     @property
     def T(self) -> TracedArray:
-        """It with its dimensions reversed."""
+        """The array with its dimensions reversed."""
         return self.transpose()
 
     @property
     def mT(self) -> TracedArray:
-        """It with its two last dimensions exchanged."""
+        """The array with its last two dimensions exchanged."""
         return self.swapaxes(-1, -2)
 
     def transpose(self, *axes: Any) -> TracedArray:
@@ -152,7 +152,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return _one(self, "swapaxes", lambda array: array.swapaxes(*axes), axes)
 
     def squeeze(self, axis: Any = None) -> TracedArray:
-        """Take away dimensions of one index."""
+        """Drop dimensions of one index."""
         return _one(self, "squeeze", lambda array: array.squeeze(axis), axis)
 
     def diagonal(self, *args: Any, **kwargs: Any) -> TracedArray:
@@ -160,13 +160,13 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return _one(self, "diagonal", lambda array: array.diagonal(*args, **kwargs), args, kwargs)
 
     def view(self, dtype: Any = None) -> TracedArray:
-        """Return itself; other types of the same bytes are refused."""
+        """Return this array. A view of the same bytes as another type is refused."""
         if dtype is not None and _named(self, dtype) != self._elements.dtype:
             self._refuse(f"view({dtype!r})", "and a recipe converts values only")
         return self
 
     def reshape(self, *shape: Any, order: Any = "C", copy: Any = None) -> TracedArray:
-        """Have the same elements with another shape, in the order of C or of Fortran."""
+        """Return the same elements with another shape, in C order or Fortran order."""
         several = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
         if _holds_traced(several) or copy not in (None, True):
             self._refuse("reshape", f"with copy={copy!r} or a shape out of values")
@@ -184,15 +184,15 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.T._with(self.T._elements.reshaped(wanted[::-1])).T
 
     def ravel(self, order: Any = "C") -> TracedArray:
-        """Make one dimension of all."""
+        """Return all elements in one dimension."""
         return self.reshape(-1, order=order)
 
     def flatten(self, order: Any = "C") -> TracedArray:
-        """Make one dimension of all."""
+        """Return all elements in one dimension, like `ravel`."""
         return self.reshape(-1, order=order)
 
     def copy(self, order: Any = "C") -> TracedArray:
-        """Return itself: a copy has the same elements."""
+        """Return this array, because a copy has the same elements."""
         return _laid(self, "copy", order)
 
     def __copy__(self) -> TracedArray:
@@ -204,13 +204,13 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def astype(
         self, dtype: Any, order: Any = "K", casting: Any = "unsafe", subok: Any = True, copy: Any = True
     ) -> TracedArray:
-        """Convert to a type that NumPy knows, where `casting` allows it."""
+        """Convert to a type that NumPy knows, if `casting` allows it."""
         name = _named(self, dtype)
         _check_cast(self, "astype", dtype_of(name), casting)
         return _laid(self, "astype", order)._with(self._elements.cast(name), self._scalar)
 
     def take(self, indices: Any, axis: Any = None, out: Any = None, mode: Any = "raise") -> TracedArray:
-        """Take these indices of a dimension, or of all elements."""
+        """Take these indices of a dimension, or without an axis of all elements."""
         if out is not None or mode != "raise":
             self._refuse("take", f"with out={out!r}, mode={mode!r}")
         whole = self.ravel() if axis is None else self
@@ -220,7 +220,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return _gathered(whole, "take", at, indices)
 
     def repeat(self, repeats: Any, axis: Any = None) -> TracedArray:
-        """Repeat every index of a dimension, or every element, some times."""
+        """Repeat every index of a dimension, or without an axis every element, `repeats` times."""
         whole = self.ravel() if axis is None else self
         at = 0 if axis is None else _axis(self, "repeat", axis, self.ndim)
         if type(repeats) is not int or repeats < 0:
@@ -237,7 +237,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
                 self._read()
             if isinstance(one, (bool, np.bool_)):
                 self._refuse("an index of bool", "and a mask names no elements before it has values")
-        # Whatever else it is, NumPy takes it for a list of indices: it would read bytes beyond the stand-in.
+        # NumPy would treat any other index as a list of indices, and read bytes beyond the stand-in.
         lists = [one for one in several if not (one is None or one is Ellipsis or isinstance(one, PLAIN_INDEX))]
         if not lists:
             whole = any(one is Ellipsis for one in several)
@@ -257,7 +257,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         behind = any(one is Ellipsis for one in several[:place])
         return _gathered(found, "an index of list", found.ndim - len(several) + place if behind else place, chosen)
 
-    # What needs values, or changes them.
+    # Calls that need values, or change them.
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         self._read()
@@ -280,7 +280,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._refuse(function.__name__)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Take a function of NumPy on a tensor of this kind and others."""
+        """Carry out a call of a NumPy function with an array of this class. Refuse functions that are not known."""
         name = str(getattr(function, "__name__", function))
         mine, others = _first(args, kwargs)
         if function in VIEWED and mine is not None:
@@ -297,13 +297,13 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions of torch: the parameters are NumPy's."""
+        """Refuse torch functions, because the parameters are NumPy arrays."""
         mine = next(one for one in flat(args, kwargs) if isinstance(one, TracedArray))
         mine._refuse(f"torch's {function.__name__}", "but the parameters are numpy arrays")
 
 
 def _first(args: Any, kwargs: Any) -> tuple[TracedArray | None, list[Any]]:
-    """Return the array that a function works on, if it is its first argument or a keyword's, and the others."""
+    """Return the traced array that a call works on (its first argument, or a keyword's; or None), and all others."""
     several = [*args, *kwargs.values()]
     mine = next((one for one in (args[:1] or several) if isinstance(one, TracedArray)), None)
     return mine, [one for one in several if one is not mine]
@@ -320,7 +320,7 @@ def _put_in(values: Any, array: Any) -> Any:
 
 
 def _plain(mine: TracedArray, call: str, view: Callable[[Any], Any], *others: Any) -> Any:
-    """Return a view, where the other arguments have no traced array, which the stand-in's bytes would be read for."""
+    """Return a view. Refuse other arguments with traced arrays, because NumPy would read their stand-ins' bytes."""
     if _holds_traced(others):
         mine._refuse(call, "with several arrays or an argument out of values")
     return mine._viewed(call, view)
@@ -338,7 +338,7 @@ def _order(mine: TracedArray, call: str, order: Any) -> str:
 
 
 def _laid(mine: TracedArray, call: str, order: Any) -> TracedArray:
-    """Return an array for a copy of it in an order of memory, which changes no element."""
+    """Return the array itself as its copy in another order of memory, because the order changes no element."""
     if order not in ("K", "A", "C", "F"):
         mine._refuse(f"{call} with order={order!r}")
     return mine
@@ -351,7 +351,7 @@ def _axis(mine: TracedArray, call: str, axis: Any, ndim: int) -> int:
 
 
 def _named(mine: TracedArray, dtype: Any) -> str:
-    """Return the name of a type that is given in any way that NumPy takes."""
+    """Return the name of a type that is given in any form that NumPy accepts."""
     try:
         return dtype_name(np.dtype(dtype))
     except (TypeError, ValueError, UsageError) as error:
@@ -377,7 +377,7 @@ def _gathered(mine: TracedArray, call: str, at: int, indices: Any) -> TracedArra
     return mine._with(mine._elements.gathered(at, [one % extent for one in chosen]))
 
 
-# Functions that are no views, with the arguments that are known.
+# Functions that do not return views, with the arguments that are known.
 
 
 def _copyto(dst: Any, src: Any, casting: Any = "same_kind", where: Any = True) -> None:
@@ -455,7 +455,7 @@ def _column_stack(tup: Any) -> Any:
 
 
 def _known(functions: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return them by NumPy's function; older releases lack some."""
+    """Return the implementations by NumPy function, without functions that an older NumPy lacks."""
     return {getattr(np, name): call for name, call in functions.items() if hasattr(np, name)}
 
 

@@ -1,10 +1,10 @@
-"""A tensor without values, as loaders get it whose parameters are torch tensors.
+"""A tensor without values, for loaders whose parameters are torch tensors.
 
-It is a torch tensor of a class of its own, so torch hands over all that is done with it (`__torch_function__`).
-Functions that make views are run on a stand-in on the device "meta", and its strides are read. What is listed here is
-known; any other call, keyword or kind of argument is refused.
+Its class is a subclass of `torch.Tensor`, so torch passes all calls with it to this module (`__torch_function__`).
+Functions that return views run on a stand-in on the device "meta", and the module reads the strides of the result. This
+module lists the calls that it knows, and refuses any other call, keyword or kind of argument.
 
-torch is never imported here: whoever has parameters of torch's has loaded it.
+This module never imports torch: a program with torch parameters has loaded torch already.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ VIEWS += (
 )
 VIEWS += " vsplit dsplit split_with_sizes unbind diagonal atleast_1d atleast_2d atleast_3d __iter__"
 SAME_ORDER = ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel")
-"""Of these views those that torch makes a copy of where there is no view: the same elements in the same order."""
+"""The functions among VIEWS that copy if a view is impossible; the copy has the same elements in the same order."""
 ASKS = "shape ndim dtype itemsize nbytes layout requires_grad is_quantized is_sparse size dim ndimension numel nelement"
 ASKS += " __len__ element_size is_floating_point is_complex is_signed"
 SAME = "data detach cpu cuda pin_memory requires_grad_ __deepcopy__"
 CASTS = "float half bfloat16 double int long short char byte bool"
 HARMLESS = {"memory_format", "device", "non_blocking", "copy", "requires_grad", "memo"}
-"""Keywords that change no element: where a tensor lies, and in which order of memory."""
+"""Keywords that change no element, such as a tensor's device or its order in memory."""
 
 
 def traced_tensor(log: Log, elements: Elements) -> Any:
-    """Return these elements as a torch tensor. The program has loaded torch."""
+    """Return these elements as a torch tensor. The program must have loaded torch."""
     return _made(log, elements)
 
 
 def is_traced(tensor: Any) -> bool:
-    """Tell whether a tensor is one of these."""
+    """Return whether a tensor is a traced tensor."""
     return isinstance(tensor, _tensor_class())
 
 
@@ -62,7 +62,7 @@ def _tensor_class() -> Any:
     torch: Any = sys.modules["torch"]
 
     class TracedTensor(torch.Tensor):  # type: ignore[misc]
-        """See the module."""
+        """A tensor without values, see the module."""
 
         @classmethod
         def _make(cls, log: Log, elements: Elements, twin: Any) -> Any:
@@ -95,7 +95,7 @@ def _tensor_class() -> Any:
 
 
 class _Traced:
-    """What a traced tensor is: its elements, and the stand-in, which has the strides of these."""
+    """The contents of a traced tensor: its elements, and its stand-in `twin`, which has the elements' strides."""
 
     __slots__ = ("elements", "log", "twin")
 
@@ -109,7 +109,7 @@ class _Traced:
         return _made(self.log, elements)
 
     def viewed(self, view: Any) -> Any:
-        """Return a view of the stand-in as one of this."""
+        """Return a view of the stand-in as a view of this tensor."""
         offset = self.elements.offset + view.storage_offset() - self.twin.storage_offset()
         return _made(self.log, self.elements.view(tuple(view.shape), offset, view.stride()), view)
 
@@ -126,7 +126,7 @@ def _holds_traced(*values: Any) -> bool:
 
 
 def _called(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Carry out a call of torch's; raise RecordError for one that is not known, or fails."""
+    """Carry out a call of a torch function. Raises RecordError if the function is not known, or fails."""
     torch: Any = sys.modules["torch"]
     name = str(getattr(function, "__name__", function))
     if name in ("__get__", "__set__"):
@@ -148,14 +148,14 @@ def _called(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _known() -> dict[Any, Callable[..., Any]]:
-    """Return what is known, by torch's function: those of the module and of its tensors have the same names."""
+    """Return the implementations by torch function. A function of the module and the tensors' method share a name."""
     torch: Any = sys.modules["torch"]
     calls: dict[str, Callable[..., Any]] = {name: functools.partial(_view, name) for name in VIEWS.split()}
     calls |= dict.fromkeys(ASKS.split(), _ask)
     calls |= {**dict.fromkeys(SAME.split(), _same), "clone": _copied, "contiguous": _copied}
     calls |= {name: functools.partial(_cast, name) for name in CASTS.split()}
     calls |= {name: functools.partial(_others, call) for name, call in OTHERS.items()}
-    # A trainer's tensor has values.
+    # `is_meta` is False, because a trainer's tensor has values.
     calls |= {
         "is_meta": lambda function, mine, args, kwargs: False,
         "__getitem__": _item,
@@ -176,7 +176,7 @@ PROPERTIES |= {"is_quantized", "is_sparse", "is_meta"}
 
 
 def _twins(mine: _Traced, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments with the stand-in; no other may be a traced tensor."""
+    """Return the arguments with the stand-in in place of the traced tensor. Refuse a second traced tensor."""
     kind = _tensor_class()
     if sum(isinstance(one, kind) for one in flat(args, kwargs)) != 1:
         mine.refuse("a function of several tensors")
@@ -191,7 +191,7 @@ def _view(name: str, function: Any, mine: _Traced, args: Any, kwargs: dict[str, 
     swapped, named = _twins(mine, args, kwargs)
     found = function(*swapped, **named)
     if not isinstance(next(iter((*args, *kwargs.values()))), _tensor_class()):
-        return found  # a view of another tensor, which asks for the shape of this one alone
+        return found  # a view of another tensor: the call uses only the shape of the traced one
     if name == "__iter__":
         return iter([_of(mine, name, one) for one in found])
     if isinstance(found, (list, tuple)):
@@ -293,7 +293,7 @@ def _set_item(function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -
     mine.log.copied(view, found.viewed(found.twin.expand(view.shape))._traced.elements)
 
 
-# What makes new tensors.
+# Functions that make new tensors.
 
 
 def _others(call: Callable[..., Any], function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -303,7 +303,7 @@ def _others(call: Callable[..., Any], function: Any, mine: _Traced, args: Any, k
 
 
 def _one(tensor: Any, *others: Any) -> _Traced:
-    """Return the tensor that a function works on; what else it gets has no traced ones."""
+    """Return the contents of the tensor that a function works on. Refuse traced tensors among its other arguments."""
     if not isinstance(tensor, _tensor_class()) or _holds_traced(others):
         _first(tensor, others).refuse("a function of several tensors")
     found: _Traced = tensor._traced
@@ -329,12 +329,12 @@ def _stack(tensors: Any, dim: Any = 0) -> Any:
 
 
 def _known_views(tensors: Any) -> Sequence[Any]:
-    """Return traced tensors as what has the methods that follow, which run within a call of torch's."""
+    """Return traced tensors as objects whose methods work within a call of torch's."""
     return [_Methods(one) for one in _all(tensors)]
 
 
 class _Methods:
-    """The methods of a traced tensor, while torch hands over none."""
+    """The methods of a traced tensor, for use while torch does not pass calls to this module."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -407,7 +407,7 @@ def _repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> Any:
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Convert to the type that is among the arguments, if any; the device does not matter."""
+    """Convert to the type among the arguments, if there is one. The device does not matter."""
     torch: Any = sys.modules["torch"]
     found = _one(self)
     dtype = kwargs.pop("dtype", None)

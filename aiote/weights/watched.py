@@ -1,7 +1,8 @@
-"""What a loader does with parameters while it is recorded, besides copying tensors to them.
+"""Watch parameters while a loader is recorded, and refuse uses of elements that the loader has copied to them.
 
-The copies are not made, so an element that was copied has no value yet: whatever changes or reads it is refused. torch
-hands over all that it does (`TorchDispatchMode`). NumPy does not: there parameters are read-only for that time.
+Recorded copies are not carried out, so a copied element has no value yet; calls that change or read it are refused.
+torch passes on all of its operations (`TorchDispatchMode`). NumPy does not, so NumPy parameters are read-only while the
+loader runs.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ LIKE = {
     "new_ones",
     "new_full",
 }
-"""Operators that look at a tensor's shape and type alone."""
+"""Operators that use only a tensor's shape and type."""
 
 
 @contextmanager
 def watched(log: CopyLog) -> Iterator[None]:
-    """Refuse what is done with elements of parameters that were copied there, for the length of a `with`."""
+    """Until the end of a `with`, refuse torch operations on elements of parameters that the loader has copied there."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -48,7 +49,7 @@ def watched(log: CopyLog) -> Iterator[None]:
 
 
 def _check_use(log: CopyLog, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise RecordError where a call reads or changes elements of a parameter that were copied there before."""
+    """Raise RecordError if a call reads or changes elements of a parameter that the loader has copied there."""
     torch: Any = sys.modules["torch"]
     aliases = [one.alias_info for one in function._schema.arguments]
     if function._schema.name.split("::")[-1] in LIKE:
@@ -69,9 +70,9 @@ def _check_use(log: CopyLog, function: Any, args: Any, kwargs: dict[str, Any]) -
 
 @contextmanager
 def read_only(parameters: Mapping[str, Any]) -> Iterator[None]:
-    """Have NumPy refuse to change parameters: those are what only it sees."""
+    """Until the end of a `with`, make NumPy parameters read-only, because only NumPy sees changes of their elements."""
     several = {id(array): array for parameter in parameters.values() for array in _with_bases(parameter)}
-    # What others are views of comes first: a view of an array that is read-only cannot be made writable again.
+    # An array comes before its views, because a view of a read-only array cannot be made writable again.
     changed = sorted(several.values(), key=lambda array: len(list(_with_bases(array))))
     changed = [array for array in changed if array.flags.writeable]
     for array in changed:

@@ -1,8 +1,8 @@
-"""A plan's copies as transfers of an engine, and within this process.
+"""Carry out a plan's copies: as transfers of an engine, or within this process.
 
-A transfer takes rows of bytes from here to there, by lists of offsets. A copy of many short rows is carried out in
-parts, so that the lists stay short. Copies of one row each, which is most of an update whose tensors are split along
-their first dimension, go out many at a time: a `Batch` for each target.
+A transfer copies rows of bytes, by a list of offsets for each side. A copy of many short rows is carried out in parts,
+so that the lists stay short. If an update's tensors are split along their first dimension, most copies are a single
+row. These go out many at a time, in a `Batch` for each target.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .remote import RemoteMemory
 __all__ = ["ROW_BYTES", "Batch", "Rows", "Straight", "move", "packed", "parts_of", "rows_of", "runs_of", "write_rows"]
 
 PACK_BYTES = 4096
-"""Rows shorter than this are packed before they go out where that makes them longer at the target."""
+"""Rows of fewer bytes than this are packed before they are written, if that makes them longer at the target."""
 ROW_BYTES = 16
-"""What the offsets of a row take."""
+"""The bytes of one row's offsets."""
 BATCH_BYTES = 4 << 20
-"""A batch goes out when it has so many bytes: what a core copies in a millisecond."""
+"""A batch is written when it has this many bytes, which a core copies in a millisecond."""
 BATCH_ROWS = 256
-"""Or so many rows, which take 0.1 ms to post."""
+"""A batch is also written when it has this many rows, which take 0.1 ms to post."""
 
 Offsets = NDArray[np.int64]
 
 
 class Straight(NamedTuple):
-    """A row of the weights that goes to the same place on several target ranks: as cheap to begin as it gets."""
+    """A row of the weights that goes to the same place on several target ranks. No other step is cheaper to begin."""
 
     ranks: tuple[int, ...]
     tensor: str
@@ -54,14 +54,14 @@ class Batch:
         self.nbytes = 0
 
     def add(self, row: Straight) -> bool:
-        """Add a row; return whether it is time to write. Raises UsageError for what a target says of its memory."""
+        """Add a row; return whether to write the batch now. Raises UsageError for a wrong description of the memory."""
         nbytes = row.source.nbytes
         self._rows.append((row.source, self._remote.part(row.tensor, row.first, nbytes)))
         self.nbytes += nbytes
         return self.nbytes >= BATCH_BYTES or len(self._rows) >= BATCH_ROWS
 
     async def write(self, engine: aiote.Engine) -> int:
-        """Write what waits now, and return the bytes. Raises PeerError, TransferError."""
+        """Write the rows that wait now, and return their bytes. Raises PeerError, TransferError."""
         rows, nbytes = self._rows, self.nbytes
         self._rows, self.nbytes = [], 0
         if len(rows) == 1:
@@ -73,7 +73,10 @@ class Batch:
 
 
 class Rows(NamedTuple):
-    """`nbytes` from each of `source` to each of `target`, byte offsets from the beginning of either tensor's part."""
+    """Rows of `nbytes` bytes from each offset in `source` to the offset in `target` at the same place.
+
+    Offsets are in bytes, from the beginning of either tensor's part.
+    """
 
     nbytes: int
     source: Offsets
@@ -86,12 +89,12 @@ class Rows(NamedTuple):
 
 
 def runs_of(copy: Copy) -> int:
-    """Return how many rows a copy falls into."""
+    """Return how many rows a copy consists of."""
     return copy.elements // copy.run
 
 
 def rows_of(copy: Copy, itemsize: int) -> Rows:
-    """Return the rows of a copy: the longest runs that lie together on both sides, in the order of the target."""
+    """Return the rows of a copy: the longest runs that are contiguous on both sides, in the order of the target."""
     shape, here, there = copy.shape, copy.source_strides, copy.target_strides
     run = copy.run
     if run > 1:
@@ -130,9 +133,10 @@ def parts_of(copy: Copy, most: int) -> Iterator[Copy]:
 
 
 def packed(copy: Copy, itemsize: int) -> tuple[Copy, Copy] | None:
-    """Return a copy as one into a dense array in the order of the target, and one out of it.
+    """Return a copy as two: one into a dense array in the order of the target, and one out of the dense array.
 
-    None where the rows of the second are no longer than the copy's own, or where these are long enough.
+    Returns None if the copy is a single row, if its rows are long enough, or if the second copy's rows would not be
+    longer.
     """
     if copy.run * itemsize >= PACK_BYTES or runs_of(copy) == 1:
         return None
@@ -143,7 +147,7 @@ def packed(copy: Copy, itemsize: int) -> tuple[Copy, Copy] | None:
 
 
 def move(copy: Copy, itemsize: int, source: Bytes, target: Bytes) -> None:
-    """Carry out a copy within this process; `source` and `target` begin where its offsets count from."""
+    """Carry out a copy within this process. `source` and `target` begin where the copy's offsets count from."""
     kind = np.dtype(f"u{itemsize}")
     sides = (
         (target, copy.target_offset, copy.target_strides),
@@ -157,7 +161,7 @@ def move(copy: Copy, itemsize: int, source: Bytes, target: Bytes) -> None:
 
 
 async def write_rows(engine: aiote.Engine, rows: Rows, source: aiote.Region, target: aiote.RemoteRegion) -> None:
-    """Write rows; `source` and `target` begin where their offsets count from. Raises PeerError, TransferError."""
+    """Write rows. `source` and `target` begin where the rows' offsets count from. Raises PeerError, TransferError."""
     if len(rows.source) == 1:
         here, there = int(rows.source[0]), int(rows.target[0])
         await engine.write(source[here : here + rows.nbytes], target[there : there + rows.nbytes])

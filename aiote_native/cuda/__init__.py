@@ -1,1 +1,1 @@
-"""Memory of NVIDIA GPUs: the driver's functions, found at the first such memory, and queues of copies."""
+"""Memory of NVIDIA GPUs: the driver's functions, loaded at the first use of such memory, and queues of copies."""

@@ -1,4 +1,4 @@
-"""One copy of whole arrays between the host and a GPU, for threads of programs: it returns when the copy is over."""
+"""Copy whole arrays between the host and a GPU, in the calling thread: a call returns when its copy is over."""
 
 from libc.stdint cimport uint64_t
 
@@ -28,24 +28,27 @@ cdef int ask(void* context, void* event) noexcept nogil:
 
 
 cdef int begin(void* context, uint64_t to, uint64_t source, size_t nbytes, void** event) noexcept nogil:
-    """Post the copy behind the legacy default stream, and an event behind it: 0, or the driver's code."""
+    """Post the copy to the legacy default stream, and an event behind it; return 0 or the driver's code."""
     cdef int mode
     cdef int code = enter(context, &mode)
     if code:
         return code
     code = cuda.event_create(event, DISABLE_TIMING)
     if code == 0:
-        # To pageable memory this returns when it is over; from it, when that has been read.
+        # A copy to pageable memory returns when it is over, a copy from it when that memory has been read.
         code = cuda.copy(to, source, nbytes, <void*> LEGACY)
     if code == 0 and cuda.event_record(event[0], <void*> LEGACY):
-        # The copy is under way: once more, for a call that failed by chance.
+        # The copy is in flight and its end must be seen, so repeat the call: its failure may be transient.
         code = cuda.event_record(event[0], <void*> LEGACY)
     leave(mode)
     return code
 
 
 cdef int await_end(void* context, void* event) noexcept nogil:
-    """Wait until the copy is over, or never will be: a broken context says so twice."""
+    """Wait until the copy is over or the context is broken; return 0 or the driver's code.
+
+    A broken context fails two queries in a row, while a transient failure does not repeat.
+    """
     cdef int code = NOT_READY
     while code == NOT_READY:
         aiote_pause(PAUSE_NS)
@@ -56,9 +59,10 @@ cdef int await_end(void* context, void* event) noexcept nogil:
 
 
 def copy_bytes(uint64_t to, uint64_t source, size_t nbytes, uint64_t gpu) -> None:
-    """Copy between memories one of which, with the address `gpu`, is a GPU's, behind the kernels of its default stream.
+    """Copy `nbytes` bytes after the kernels of the default stream of the GPU that has the memory at address `gpu`.
 
-    Waits for the end without the GIL; both memories stay until then. Raises StatusError.
+    One of the two memories is that GPU's. Waits for the end without the GIL; the caller keeps both memories until then.
+    Raises StatusError.
     """
     cdef int device = device_of(gpu)
     cdef bint primary = False

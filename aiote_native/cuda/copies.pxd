@@ -1,8 +1,9 @@
-# Copies between a GPU and pinned slots: one queue in each direction, of one device's memory and one rail.
+# Copies between a GPU and pinned slots. Each pair of a device and a rail has one queue in each direction.
 #
 # A queue has a stream of its own, which waits for no other, so its copies end in the order in which they were posted.
-# The GPU writes their number behind them to a word of pinned memory: to see the end of a copy is a load, and takes no
-# lock of the driver's. After an error of the context nothing is written any more, which `queue_look` finds out.
+# Behind each group of copies, the GPU writes the group's number to a word of pinned memory. Checking for the end of a
+# copy therefore takes one load and no lock of the driver. After an error of the context, the GPU writes no more
+# numbers; `queue_look` detects that.
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
@@ -13,17 +14,17 @@ cdef struct CopyQueue:
     void* context
     void* stream
     uint32_t* word
-    uint64_t word_address  # of it, as the GPU has it
+    uint64_t word_address  # the word's address on the GPU
     uint8_t* slots
     uint16_t[SLOTS] free
     int free_count
-    # slots that the GPU still reads, in the order of their numbers
+    # slots that the GPU may still read, in the order of the numbers behind their copies
     uint16_t[SLOTS] busy
     uint32_t[SLOTS] busy_until
     int busy_first
     int busy_count
     uint32_t posted        # the number behind the last copy
-    int error              # the driver's code for which nothing moves any more
+    int error              # the driver's code if the device is broken: no copy proceeds any more
     int mode
 
 cdef struct GpuQueues:

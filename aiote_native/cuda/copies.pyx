@@ -25,7 +25,7 @@ cdef enum:
     HUNG = 702                # CUDA_ERROR_LAUNCH_TIMEOUT
     NAP_NS = 20_000
     LOOK_NS = 1_000_000
-    HUNG_NS = 10_000_000_000  # what is posted here takes 0.2 ms: after so long the GPU is given up
+    HUNG_NS = 10_000_000_000  # copies posted here take 0.2 ms, so after 10 s the GPU counts as broken
 
 
 cdef uint8_t* slot_at(const CopyQueue* self, int slot) noexcept nogil:
@@ -33,7 +33,7 @@ cdef uint8_t* slot_at(const CopyQueue* self, int slot) noexcept nogil:
 
 
 cdef int queue_take(CopyQueue* self) noexcept nogil:
-    """Take a slot; -1 where none is free."""
+    """Take a free slot and return its number, or -1 if all slots are in use."""
     while self.busy_count and queue_state(self, self.busy_until[self.busy_first]):
         self.free[self.free_count] = self.busy[self.busy_first]
         self.free_count += 1
@@ -46,13 +46,13 @@ cdef int queue_take(CopyQueue* self) noexcept nogil:
 
 
 cdef void queue_give(CopyQueue* self, int slot) noexcept nogil:
-    """Give back a slot that no copy reads. One may still be written: the next copy to it comes behind that."""
+    """Give back a slot that no copy reads. A copy may still write to it: the next copy to it is posted behind that."""
     self.free[self.free_count] = slot
     self.free_count += 1
 
 
 cdef void queue_give_behind(CopyQueue* self, int slot) noexcept nogil:
-    """Give back a slot that a copy of the last group reads, for when that is over."""
+    """Give back a slot that a copy of the last group reads; the slot becomes free when that group is over."""
     cdef int at = (self.busy_first + self.busy_count) % SLOTS
     self.busy[at] = slot
     self.busy_until[at] = self.posted
@@ -60,21 +60,21 @@ cdef void queue_give_behind(CopyQueue* self, int slot) noexcept nogil:
 
 
 cdef int queue_begin(CopyQueue* self) noexcept nogil:
-    """Begin a group of copies: 0, or -EIO and there is none."""
+    """Begin a group of copies; return 0, or -EIO without beginning one."""
     return -EIO if self.error or enter(self.context, &self.mode) else 0
 
 
 cdef int queue_copy(CopyQueue* self, void* to, const void* source, size_t length) noexcept nogil:
-    """Post one copy of the group: 0, or -EIO. The end of the group is waited for all the same."""
+    """Post one copy of the group; return 0 or -EIO. After a failure, the caller still waits for the group's end."""
     return -EIO if cuda.copy(<uint64_t> to, <uint64_t> source, length, self.stream) else 0
 
 
 cdef uint32_t queue_end(CopyQueue* self) noexcept nogil:
-    """End a group; return the number that is seen when all copies so far are over."""
+    """End a group; return the number that the GPU writes when all copies so far are over."""
     cdef uint32_t number = self.posted + 1
     cdef int code = cuda.stream_write(self.stream, self.word_address, number, 0)
     if code:
-        # A call that failed by chance may be made again: without the number nobody would see the end.
+        # The failure may be transient, so repeat the call: without the number, the end would never be seen.
         code = cuda.stream_write(self.stream, self.word_address, number, 0)
     if code:
         self.error = code
@@ -84,12 +84,12 @@ cdef uint32_t queue_end(CopyQueue* self) noexcept nogil:
 
 
 cdef uint32_t queue_seen(const CopyQueue* self) noexcept nogil:
-    """Return the number up to which copies are over."""
+    """Return the last number that the GPU has written: all copies up to it are over."""
     return aiote_seen(self.word)
 
 
 cdef int queue_state(const CopyQueue* self, uint32_t number) noexcept nogil:
-    """Tell what became of the copies up to a number: 1 when they are over, 0 before that, -EIO when they never will."""
+    """Return the state of the copies up to a number: 1: over, 0: in flight, -EIO: the device broke before their end."""
     if <int32_t> (aiote_seen(self.word) - number) >= 0:
         return 1
     return -EIO if self.error else 0
@@ -105,11 +105,11 @@ cdef int ask(CopyQueue* self) noexcept nogil:
 
 
 cdef void queue_look(CopyQueue* self) noexcept nogil:
-    """Find out whether the context is broken, where copies are under way; called before a sleep, not in each round."""
+    """While copies are in flight, find out whether the context is broken. Called before a sleep, not in each poll."""
     cdef int code = 0
     if self.error or queue_state(self, self.posted):
         return
-    # A context that is broken says so each time; a call that failed by chance does not.
+    # A broken context fails each query, while a transient failure does not repeat.
     for _attempt in range(2):
         code = ask(self)
         if code == 0 or code == NOT_READY:
@@ -118,7 +118,7 @@ cdef void queue_look(CopyQueue* self) noexcept nogil:
 
 
 cdef void queue_wait(CopyQueue* self, uint32_t number) noexcept nogil:
-    """Wait until the copies up to a number are over, or never will be."""
+    """Wait until the copies up to a number are over or the device is broken."""
     cdef uint64_t begun = clock_ns()
     cdef uint64_t looked = begun
     cdef uint64_t now
@@ -134,16 +134,17 @@ cdef void queue_wait(CopyQueue* self, uint32_t number) noexcept nogil:
 
 @cython.no_gc_clear
 cdef class Gpu:
-    """The queues of one device's memory; where the device breaks, `error` says with which of the driver's codes.
+    """The two queues of copies for one device's memory. If the device breaks, `error` is the driver's code.
 
-    Freed without `close` it leaves its pinned memory: a channel that nobody closed may still have slots of it.
+    If the object is freed without `close`, its pinned memory stays allocated, because a channel that is still open may
+    use its slots.
     """
 
     def __cinit__(self):
         self.queues = NULL
 
     def __init__(self, int device, uint64_t address):
-        """Open both for the device of some memory. Raises StatusError, with which nothing is left."""
+        """Open both queues for the device that has memory at `address`. Raises StatusError; both are closed then."""
         cdef void* context
         if self.queues != NULL:
             raise RuntimeError("these queues are open already")
@@ -188,8 +189,8 @@ cdef class Gpu:
         if queue.word != NULL:
             with nogil:
                 queue_wait(queue, queue.posted)
-        # What a broken or closed driver says here is no error: the process, or the context, has gone with all of it. A
-        # call that failed by chance is made again.
+        # Errors are ignored: if the driver is closed or the context is broken, everything was freed with it. A failed
+        # call is repeated, because the failure may be transient.
         if enter(queue.context, &mode):
             return
         if queue.stream != NULL and cuda.stream_destroy(queue.stream):
@@ -202,16 +203,16 @@ cdef class Gpu:
 
     @property
     def error(self) -> int:
-        """The driver's code for which nothing moves any more; 0 where all is well."""
+        """The driver's code if the device is broken and copies no longer proceed; 0 for a sound device."""
         return 0 if self.queues == NULL else self.queues.out.error or self.queues.back.error
 
     def require_sound(self) -> None:
-        """Raise StatusError where the device is broken."""
+        """Raise StatusError if the device is broken."""
         check_process(self.epoch)
         checked(self.error, "copy memory of a GPU")
 
     def close(self) -> None:
-        """Wait for the copies and close the queues. Idempotent; nothing in a child of a fork."""
+        """Wait for the copies and close the queues. Idempotent; does nothing in the child of a fork."""
         if self.queues == NULL or self.epoch != fork_epoch():
             return
         self.close_queue(&self.queues.out)

@@ -1,6 +1,6 @@
-# Passing descriptors of GPU memory between processes: over a Unix socket with an abstract name, which takes no rights
-# to each other's processes and no common PID namespace. Whoever wants some asks for a batch at a time, so few are on
-# their way at once: the kernel counts those against the sender's limit of open files.
+# Passing file descriptors of GPU memory between processes, over a Unix socket with an abstract name. This needs neither
+# rights to the other process nor a common PID namespace. The receiver asks for one batch at a time, so that few
+# descriptors are in flight: the kernel counts those against the sender's limit of open files.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
 cdef enum:
@@ -19,7 +19,7 @@ cdef extern from *:
     #include <unistd.h>
     enum { AIOTE_BATCH = 64, AIOTE_NAME = 32 };
     typedef struct {
-        int32_t code; /* the driver's, or -errno: there is no more */
+        int32_t code; /* not 0: the driver's code or -errno, and no more descriptors follow */
         uint32_t count;
         uint64_t sizes[AIOTE_BATCH];
     } AioteBatch;
@@ -27,7 +27,7 @@ cdef extern from *:
         uint8_t token[16];
         uint64_t first;
     } AioteRequest;
-    /* Nobody is waited for longer, who may be stopped. */
+    /* Limit each wait to 5 seconds, because the other process may be stopped. */
     static void aiote_patience(int fd) {
         struct timeval time = {.tv_sec = 5};
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time));
@@ -51,7 +51,7 @@ cdef extern from *:
         aiote_patience(fd);
         return connect(fd, (struct sockaddr*)&theirs, length) ? -errno : 0;
     }
-    /* The next one who asks, of this user; -1: none, or the socket was shut. */
+    /* Accept the next connection from a process of this user; -1: another user's, or the socket was shut. */
     static inline int aiote_next(int fd) {
         struct ucred who = {0};
         socklen_t length = sizeof(who);
@@ -83,7 +83,7 @@ cdef extern from *:
         }
         return sendmsg(fd, &message, MSG_NOSIGNAL) == (ssize_t)sizeof(*batch);
     }
-    /* Ask for descriptors and return how many came, which are the caller's; -errno: none. */
+    /* Ask for descriptors and return how many came; the caller owns them. Return -errno if the request failed. */
     static inline int aiote_ask(int fd, const AioteRequest* request, AioteBatch* batch, int* descriptors) {
         union { char bytes[CMSG_SPACE(AIOTE_BATCH * sizeof(int))]; struct cmsghdr head; } control;
         struct iovec data = {batch, sizeof(*batch)};

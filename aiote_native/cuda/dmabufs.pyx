@@ -1,4 +1,4 @@
-"""DMA-BUFs of a GPU's memory, asked of the driver in the memory's own context."""
+"""Export a GPU's memory as a DMA-BUF, through the driver and in the memory's own context."""
 
 from libc.errno cimport EOPNOTSUPP
 from libc.stdint cimport uint64_t
@@ -15,7 +15,10 @@ ctypedef int (*range_function)(void* handle, uint64_t address, size_t length, in
 
 
 def export_range(uint64_t address, size_t length) -> int:
-    """Return a descriptor, the caller's own, of whole pages of memory. Raises StatusError, which names the error."""
+    """Return a DMA-BUF descriptor, owned by the caller, of whole pages of GPU memory.
+
+    Raises StatusError with the driver's name of the error.
+    """
     cdef range_function function = <range_function> symbol(b"cuMemGetHandleForAddressRange")
     cdef int number = device_of(address)
     cdef bint primary = False

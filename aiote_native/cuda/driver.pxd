@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-# The functions of libcuda.so.1 that are used, by the names that it exports: a bare name is the oldest ABI of its own.
+# The functions of libcuda.so.1 that aiote uses. An exported name without a version suffix is the function's oldest ABI.
 cdef struct Symbols:
     int (*init)(unsigned int flags) noexcept nogil
     int (*version)(int* number) noexcept nogil
@@ -32,7 +32,7 @@ cdef struct Symbols:
 cdef enum:
     NOT_READY = 600
 
-cdef Symbols cuda  # for who knows that the library is loaded: whatever has a queue of copies
+cdef Symbols cuda  # only for code that knows that the library is loaded, such as the owner of a queue of copies
 cdef str described(int code)
 cdef void* symbol(const char* name) noexcept
 cdef int checked(int code, str operation) except -1

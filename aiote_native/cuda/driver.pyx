@@ -1,8 +1,9 @@
-"""libcuda.so.1, opened with dlopen at the first GPU memory: a process without any never loads it.
+"""libcuda.so.1, opened with dlopen at the first use of GPU memory; a process without GPU memory never loads it.
 
-No call depends on what is current in the calling thread: each group of calls pushes the memory's context, takes the
-thread's capture mode to relaxed, and puts both back. Without that a call from a thread of ours ends with error 3 or
-201, and a query of a stream makes the capture of a graph invalid that another thread has under way.
+No call depends on the context that is current in the calling thread. Each group of calls pushes the memory's context,
+sets the thread's capture mode to relaxed, and restores both at its end. Without the context, a call from a thread of
+aiote's own ends with error 3 or 201. Without the relaxed mode, querying a stream invalidates a CUDA graph that another
+thread is capturing.
 """
 
 from libc.errno cimport EIO, ENOSYS
@@ -38,7 +39,7 @@ cdef void* opened = NULL
 
 
 def load(str path="libcuda.so.1") -> None:
-    """Open the driver for the life of the process; once is enough. Raises StatusError that says what is missing."""
+    """Open the driver for the life of the process, unless it is open. Raises StatusError that says what is missing."""
     global cuda, loaded, opened
     cdef Symbols table
     cdef void** function = <void**> &table
@@ -67,12 +68,12 @@ cdef object too_old(str what):
 
 
 cdef void* symbol(const char* name) noexcept:
-    """Find a function that not every driver has; NULL: this one has it not."""
+    """Return a function that not every driver has, or NULL if this driver lacks it or is not open."""
     return NULL if opened == NULL else dlsym(opened, name)
 
 
 def is_loaded() -> bool:
-    """Whether the driver was opened."""
+    """Return whether the driver is open."""
     return loaded
 
 
@@ -87,14 +88,14 @@ cdef str described(int code):
 
 
 cdef int checked(int code, str operation) except -1:
-    """Raise StatusError, which names the error, of a call of the driver that failed."""
+    """Raise StatusError with the driver's name of the error, if `code` is not 0."""
     if code:
         raise StatusError(EIO, operation, described(code))
     return 0
 
 
 cdef int enter(void* context, int* mode) noexcept nogil:
-    """Begin a group of calls in a context: 0, or the driver's code and nothing was begun."""
+    """Begin a group of calls in a context; return 0, or the driver's code without beginning a group."""
     cdef int code = cuda.push_context(context)
     if code == 0:
         mode[0] = RELAXED
@@ -105,7 +106,7 @@ cdef int enter(void* context, int* mode) noexcept nogil:
 
 
 cdef void leave(int mode) noexcept nogil:
-    """End a group of calls that `enter` has begun; a call that failed by chance is made again."""
+    """End a group of calls that `enter` began. A failed call is repeated, because the failure may be transient."""
     cdef void* context = NULL
     if cuda.exchange_capture_mode(&mode):
         cuda.exchange_capture_mode(&mode)
@@ -114,21 +115,22 @@ cdef void leave(int mode) noexcept nogil:
 
 
 def error_of(int code) -> str:
-    """Describe a code of the driver's."""
+    """Describe one of the driver's codes."""
     return described(code)
 
 
 def device_of(uint64_t address) -> int:
-    """Return the ordinal of the device whose memory is at an address. Raises StatusError for what is no GPU's."""
+    """Return the ordinal of the device whose memory is at an address. Raises StatusError if it is no GPU memory."""
     cdef int device = -1
     checked(cuda.pointer_attribute(&device, POINTER_DEVICE, address), "cuPointerGetAttribute(DEVICE_ORDINAL)")
     return device
 
 
 cdef void* retain(int device, uint64_t address, bint* primary) except NULL:
-    """Return the context of memory: its device's primary one if that is active, which is then held, or else its own.
+    """Return the context for GPU memory: its device's primary context if that is active, else the memory's own.
 
-    A primary context that nobody uses is not made: it would take hundreds of megabytes of that GPU.
+    `primary` says whether it is the primary one, which is then retained until the caller releases it. An inactive
+    primary context is not created, because it would take hundreds of megabytes of that GPU. Raises StatusError.
     """
     cdef void* context = NULL
     cdef unsigned int flags = 0

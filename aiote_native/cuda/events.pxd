@@ -1,24 +1,24 @@
 from libc.stdint cimport uint64_t
 
 cdef enum:
-    HELD_MOST = 8  # events that one transfer waits for: one of each device that its memory is on
+    HELD_MOST = 8  # events that one transfer waits for: one for each device that its memory is on
 
-# A point in a stream: the event behind what the stream had to do when that was recorded.
+# A point in a stream: an event behind the work that the stream had when the event was recorded.
 cdef struct StreamPoint:
     void* context
     void* stream
     void* event
     bint passed
 
-# What one transfer waits for; held.pyx has them in a list.
+# The stream points that one transfer waits for; held.pyx keeps a list of these.
 cdef struct Hold:
     Hold* prev
     Hold* next
     void* op
     bint linked
     int count
-    int first    # of the points that are not passed
-    int error    # the driver's code for which they never will be
+    int first    # the first point that is not passed
+    int error    # the driver's code if the points cannot be passed any more
     StreamPoint[HELD_MOST] points
 
 cdef class EventPool:
@@ -28,8 +28,8 @@ cdef class EventPool:
     cdef bint opened
     cdef uint64_t epoch
     cdef list spare
-    cdef int take(self, void** event) except -1  # the driver's code
-    cdef int record(self, uint64_t stream, StreamPoint* point) except -1  # the driver's code
+    cdef int take(self, void** event) except -1  # returns the driver's code
+    cdef int record(self, uint64_t stream, StreamPoint* point) except -1  # returns the driver's code
     cdef void give(self, void* event) noexcept
 
 cdef int hold_state(Hold* self) noexcept nogil

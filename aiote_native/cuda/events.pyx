@@ -1,8 +1,8 @@
-"""Points in the streams of whoever lends GPU memory: a transfer that is submitted goes behind what they do before it.
+"""Points in the streams of callers who lend GPU memory: a transfer starts after the work that a stream already has.
 
-An event is recorded in a stream when the transfer is submitted, and asked for until it is done; nothing waits for it in
-the driver, and no stream of a user's is given more to do than to pass the event. Nothing is recorded in a stream whose
-work is being captured, where it would become a part of the graph, and asking would break that.
+The engine records an event in the stream when a transfer is submitted, and queries the event until it is done. No call
+blocks in the driver, and the user's stream has no more to do than to pass the event. The engine records no event in a
+stream whose work is being captured: the event would become a part of the graph, and querying it would break the graph.
 """
 
 cimport cython
@@ -29,7 +29,7 @@ cdef str CAPTURED = (
 
 
 cdef int hold_state(Hold* self) noexcept nogil:
-    """Tell whether all points are passed: 1, 0 for not yet, -EIO for never."""
+    """Return 1 if all points are passed, 0 if not yet, -EIO if they cannot be passed any more."""
     cdef StreamPoint* point
     cdef int code, mode
     while self.first < self.count and self.error == 0:
@@ -49,13 +49,13 @@ cdef int hold_state(Hold* self) noexcept nogil:
 
 @cython.no_gc_clear
 cdef class EventPool:
-    """Events of one device's context, for who waits for its streams."""
+    """A pool of events of one device's context, for transfers that wait for its streams."""
 
     def __cinit__(self):
         self.spare = []
 
     def __init__(self, int device, uint64_t address):
-        """Open one for the device of some memory. Raises StatusError."""
+        """Open a pool for the device that has memory at `address`. Raises StatusError."""
         if self.opened:
             raise RuntimeError("this pool is open already")
         self.context = retain(device, address, &self.primary)
@@ -65,19 +65,21 @@ cdef class EventPool:
 
     @property
     def spare_events(self) -> int:
-        """How many events nobody uses."""
+        """How many events of the pool are unused."""
         return len(self.spare)
 
     cdef int take(self, void** event) except -1:
-        """Take an event; the context is the current one."""
+        """Take an event, or create one in the current context; return 0 or the driver's code."""
         if self.spare:
             event[0] = <void*> <uint64_t> self.spare.pop()
             return 0
         return cuda.event_create(event, DISABLE_TIMING)
 
     cdef int record(self, uint64_t stream, StreamPoint* point) except -1:
-        """Note where a stream is now: 0, or the driver's code and nothing was noted. Raises ValueError for a stream
-        that cannot be waited for.
+        """Record in `point` where a stream is now; return 0, or the driver's code without recording a point.
+
+        Raises ValueError for a stream that is being captured, is not this device's or was destroyed, and if the pool is
+        closed.
         """
         cdef int mode, captures = 0
         cdef int code
@@ -109,17 +111,17 @@ cdef class EventPool:
         return 0
 
     cdef void give(self, void* event) noexcept:
-        """Give an event back, whether it is done or not: recording it again forgets what it was."""
+        """Give an event back, even if it is not done, because recording it again replaces its earlier state."""
         if self.opened:
             self.spare.append(<uint64_t> event)
 
     def close(self) -> None:
-        """Destroy the events that were given back. Idempotent; nothing in a child of a fork."""
+        """Destroy the events that were given back. Idempotent; does nothing in the child of a fork."""
         cdef int mode
         if not self.opened or self.epoch != fork_epoch():
             return
         self.opened = False
-        # What a broken or closed driver says here is no error: the context has gone with all of it.
+        # Errors are ignored: if the driver is closed or the context is broken, the events were freed with it.
         if enter(self.context, &mode) == 0:
             for event in self.spare:
                 cuda.event_destroy(<void*> <uint64_t> event)

@@ -1,8 +1,8 @@
-"""What a GPU's driver does for NICs beside giving out memory: it flushes their writes, and has copies end in time.
+"""Order a NIC's accesses to GPU memory: flush the NIC's writes, and make the driver's copies synchronous.
 
-What a NIC has written may reach the GPU's memory after the completion that tells of it reached the host's: up to Ampere
-a kernel that is launched then may miss it. The driver says of each device whether that is so (WRITES_ORDERING below
-100), and flushes what has arrived when it is asked to.
+A NIC's write may reach the GPU's memory after its completion has reached the host's memory. Up to Ampere, a kernel that
+is launched in between may miss the write. The driver says for each device whether that can happen (WRITES_ORDERING
+below 100), and flushes the writes that have arrived when it is asked to.
 """
 
 from libc.errno cimport EOPNOTSUPP
@@ -29,9 +29,9 @@ cdef flush_function flush = NULL
 
 
 def needs_flush(uint64_t address) -> bool:
-    """Whether what NICs write to memory of a GPU has to be flushed before kernels see it.
+    """Return whether NIC writes to a GPU's memory have to be flushed before kernels see them.
 
-    Raises StatusError where it would have to be and cannot, or nobody knows.
+    Raises StatusError if they have to be flushed but cannot be, or if the driver cannot say whether they have to.
     """
     global flush
     cdef attribute_function attribute = <attribute_function> symbol(b"cuDeviceGetAttribute")
@@ -51,9 +51,9 @@ def needs_flush(uint64_t address) -> bool:
 
 
 def synchronize_copies(uint64_t address) -> None:
-    """Have the driver's own copies to memory be over when they return, for NICs read it in no order with streams.
+    """Make the driver's own copies to some memory synchronous, because NICs read it in no order with streams.
 
-    Segments cannot have that, and need it not: every transfer is behind the stream that it is given.
+    The driver refuses this for segments. The refusal is ignored, because each transfer waits for its caller's stream.
     """
     cdef set_function set_attribute = <set_function> symbol(b"cuPointerSetAttribute")
     cdef unsigned int on = 1
@@ -69,9 +69,9 @@ def synchronize_copies(uint64_t address) -> None:
 
 
 cdef int flush_writes(void* context) noexcept nogil:
-    """Have kernels that are launched from here on see what NICs have written to a device: 0, or the driver's code.
+    """Flush NIC writes, so that kernels launched from here on see what has arrived; return 0 or the driver's code.
 
-    A call that failed by chance is made again.
+    A failed call is repeated, because the failure may be transient.
     """
     cdef int mode
     cdef int code = 0

@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 from aiote_native.buffers cimport DLDataType, DLManagedTensor, DLManagedTensorVersioned
 
-# What is lent through DLPack: one of the two, and the object that it keeps.
+# A tensor lent through DLPack, in the old or the versioned form, and the object that it keeps alive.
 cdef struct Lent:
     PyObject* owner
     DLManagedTensor old
@@ -12,7 +12,7 @@ cdef struct Lent:
 
 cdef class Owned:
     cdef readonly int ordinal
-    cdef readonly uint64_t address   # as the device has it
+    cdef readonly uint64_t address   # on the device
     cdef readonly uint64_t nbytes
     cdef void* context
     cdef uint64_t epoch

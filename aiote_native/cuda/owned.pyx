@@ -1,7 +1,8 @@
-"""Memory that is allocated here: a value that the host and kernels see, and memory of a device.
+"""Memory that aiote allocates: a value that the host and kernels see, and memory of a device.
 
-Both are lent through the CUDA Array Interface and DLPack; what was lent keeps them. Each holds its device's primary
-context, and makes it where nobody has: who asks for memory of a device wants that.
+Both are lent through the CUDA Array Interface and DLPack; a lent tensor keeps its object alive. Each object retains the
+primary context of its device. This creates the context if there is none, which is intended, because the caller asked
+for memory of that device.
 """
 
 cimport cython
@@ -29,7 +30,7 @@ cdef enum:
     DL_UINT = 1
     PORTABLE_MAPPED = 3   # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
     VALUE_BYTES = 8
-    BLOCK = 2 << 20       # the driver carves smaller allocations out of blocks of this size, which others are in, too
+    BLOCK = 2 << 20       # the driver puts smaller allocations into blocks of this size, together with others
 
 cdef char* VALUE_FORMAT = b"Q"
 cdef Py_ssize_t value_items = 1
@@ -42,7 +43,7 @@ cdef void end_lent(Lent* lent) noexcept:
     Py_DECREF(<object> owner)
 
 
-# Whoever took a tensor may be done with it in any thread.
+# The consumer of a tensor may delete it in any thread, so the deleters take the GIL.
 cdef void delete_old(DLManagedTensor* tensor) noexcept with gil:
     end_lent(<Lent*> tensor.manager_ctx)
 
@@ -52,7 +53,7 @@ cdef void delete_versioned(DLManagedTensorVersioned* tensor) noexcept with gil:
 
 
 cdef void drop_capsule(object capsule) noexcept:
-    """Free what nobody has taken out of a capsule."""
+    """Free the tensor of a capsule, unless a consumer has taken it."""
     if PyCapsule_IsValid(capsule, "dltensor"):
         delete_old(<DLManagedTensor*> PyCapsule_GetPointer(capsule, "dltensor"))
     elif PyCapsule_IsValid(capsule, "dltensor_versioned"):
@@ -61,13 +62,13 @@ cdef void drop_capsule(object capsule) noexcept:
 
 @cython.no_gc
 cdef class Owned:
-    """Memory of a device, or that a device sees. A base class: others allocate it."""
+    """Memory of a device, or memory that a device sees. A base class; its subclasses allocate the memory."""
 
     def __dealloc__(self):
         self.release()
 
     def hold(self, int device) -> None:
-        """Hold the primary context of a device. Raises StatusError."""
+        """Retain the primary context of a device. Raises StatusError, and RuntimeError if one is retained already."""
         if self.retained:
             raise RuntimeError("the memory is allocated already")
         checked(cuda.primary_retain(&self.context, device), "cuDevicePrimaryCtxRetain")
@@ -81,7 +82,10 @@ cdef class Owned:
 
     @property
     def interface(self) -> dict[str, object]:
-        """The CUDA Array Interface: of a value one int64, for which every library has a type; else bytes."""
+        """The CUDA Array Interface. Raises ValueError if the memory was freed.
+
+        Device memory is an array of bytes. A value is one int64, because every library has that type.
+        """
         if self.address == 0:
             raise ValueError("the memory was freed")
         bytes_alone = isinstance(self, DeviceMemory)
@@ -91,7 +95,7 @@ cdef class Owned:
                 "stream": None}
 
     def capsule(self, bint versioned) -> object:
-        """Return a DLPack capsule, which keeps this object."""
+        """Return a DLPack capsule, which keeps this object alive. Raises BufferError if the memory was freed."""
         cdef Lent* lent
         cdef DLDataType kind
         cdef bint bytes_alone = isinstance(self, DeviceMemory)
@@ -127,7 +131,7 @@ cdef class Owned:
         return lent
 
     def close(self) -> None:
-        """Free the memory: no kernel uses it any more. Idempotent; nothing in a child of a fork."""
+        """Free the memory, which no kernel may use any more. Idempotent; does nothing in the child of a fork."""
         self.release()
 
     cdef void free_memory(self) noexcept:
@@ -138,7 +142,7 @@ cdef class Owned:
         if not self.retained or self.epoch != fork_epoch():
             return
         self.retained = False
-        # What a broken or closed driver says here is no error: the context has gone with all of it.
+        # Errors are ignored: if the driver is closed or the context is broken, the memory was freed with it.
         if enter(self.context, &mode) == 0:
             self.free_memory()
             leave(mode)
@@ -148,10 +152,10 @@ cdef class Owned:
 
 @cython.no_gc
 cdef class PinnedValue(Owned):
-    """Eight bytes of pinned memory that a device sees at `address`; the buffer protocol lends them to the host."""
+    """Eight bytes of pinned memory. A device sees them at `address`; the host gets them through the buffer protocol."""
 
     def __init__(self, int device):
-        """Allocate it, with value 0. Raises StatusError, with which nothing is left."""
+        """Allocate the memory, with value 0. Raises StatusError; deleting the object then frees everything."""
         cdef int mode
         self.hold(device)
         checked(enter(self.context, &mode), "cuCtxPushCurrent")
@@ -180,7 +184,7 @@ cdef class PinnedValue(Owned):
             raise ValueError("the memory was freed")
 
     def close(self) -> None:
-        """Free the memory: no kernel uses it any more. Raises BufferError while somebody watches it."""
+        """Free the memory, which no kernel may use any more. Raises BufferError while a view of the value is in use."""
         if self.exports:
             raise BufferError(f"{self.exports} views of the value are in use")
         self.release()
@@ -211,10 +215,13 @@ cdef class PinnedValue(Owned):
 
 @cython.no_gc
 cdef class DeviceMemory(Owned):
-    """Memory of a device, in blocks that no other allocation is in."""
+    """Memory of a device, in blocks that it shares with no other allocation."""
 
     def __init__(self, int device, uint64_t nbytes):
-        """Allocate so many bytes, whose contents nobody knows. Raises StatusError, with which nothing is left."""
+        """Allocate `nbytes` uninitialised bytes. Raises ValueError for 0 or too many, and StatusError.
+
+        After a failure, deleting the object frees everything.
+        """
         cdef int mode
         cdef uint64_t size = (nbytes + BLOCK - 1) // BLOCK * BLOCK
         if size < nbytes or nbytes == 0:

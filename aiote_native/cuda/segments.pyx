@@ -1,8 +1,8 @@
-"""Memory of `cuMemCreate` between processes: a descriptor for each of its segments, mapped side by side.
+"""Sharing memory of `cuMemCreate` between processes: one file descriptor for each segment, mapped side by side.
 
-Torch with expandable segments has a segment for each 2 or 20 MiB, so a tensor may lie in thousands. Descriptors are
-made when a peer asks for them and closed when they are sent: to have them all open would take more files than a
-process may have.
+Torch with expandable segments has one segment for each 2 or 20 MiB, so a tensor may lie in thousands of them. The owner
+makes descriptors when a peer asks for them, and closes them when they are sent, because all of them together could
+exceed the number of files that a process may have open.
 """
 
 from libc.errno cimport ENOMEM, ENOSYS
@@ -21,7 +21,7 @@ cdef enum:
     BUFFER_ID = 7            # CU_POINTER_ATTRIBUTE_BUFFER_ID
     ALLOWED_HANDLES = 14     # CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
     ON_DEVICE = 1            # CU_MEM_LOCATION_TYPE_DEVICE
-    READ_AND_WRITE = 3       # CU_MEM_ACCESS_FLAGS_PROT_READWRITE: what others ask for, too
+    READ_AND_WRITE = 3       # CU_MEM_ACCESS_FLAGS_PROT_READWRITE, as other libraries ask for
     INVALID = 1              # CUDA_ERROR_INVALID_VALUE
 
 # CUmemAccessDesc
@@ -30,7 +30,7 @@ cdef struct Access:
     int device
     int flags
 
-# In this order; a driver has all of them, or shares no such memory.
+# In the order of the names in `find_segment_functions`. A driver that lacks one of them shares no such memory.
 cdef struct Functions:
     int (*retain)(uint64_t* handle, void* address) noexcept nogil
     int (*give)(void* descriptor, uint64_t handle, int kind, unsigned long long flags) noexcept nogil
@@ -48,7 +48,7 @@ cdef bint found = False
 
 
 cdef bint find_segment_functions():
-    """Find the driver's functions; whether it has them all."""
+    """Find the driver's functions; return whether it has all of them."""
     global found
     cdef void** function = <void**> &segments
     for name in (b"cuMemRetainAllocationHandle", b"cuMemExportToShareableHandle", b"cuMemImportFromShareableHandle",
@@ -63,7 +63,10 @@ cdef bint find_segment_functions():
 
 
 cdef int list_segments(uint64_t address, size_t length, Export* made) except -1:
-    """List the segments that memory lies in, in a context. Raises StatusError where one of them cannot be shared."""
+    """List the segments that some memory lies in, in the current context.
+
+    Raises StatusError if one of them cannot be shared, or if there are more than MOST_SEGMENTS.
+    """
     cdef uint64_t allowed, buffer, base = 0
     cdef uint64_t end = address + length
     cdef size_t size = 0
@@ -78,7 +81,7 @@ cdef int list_segments(uint64_t address, size_t length, Export* made) except -1:
         if not allowed & POSIX_DESCRIPTOR:
             raise StatusError(ENOSYS, "share segments", "it was not allocated to be shared by descriptors")
         checked(cuda.pointer_attribute(&buffer, BUFFER_ID, base), "cuPointerGetAttribute(BUFFER_ID)")
-        # One number for all of them: another segment at the same address is another allocation.
+        # One number identifies all segments. It changes if another segment is mapped at the same address.
         made.buffer = (made.buffer ^ buffer) * <uint64_t> 0x9E3779B97F4A7C15
         listed.append((base, size))
         if len(listed) > MOST_SEGMENTS:
@@ -95,7 +98,7 @@ cdef int list_segments(uint64_t address, size_t length, Export* made) except -1:
 
 
 cdef void export_batch(const Export* made, uint64_t first, AioteBatch* batch, int* descriptors) noexcept nogil:
-    """Make the descriptors of the segments from one on; what is wrong is in the batch."""
+    """Make the descriptors of a batch of segments, from number `first` on; `batch.code` tells of a failure."""
     cdef uint64_t handle = 0
     cdef int mode
     batch.count = 0
@@ -115,7 +118,10 @@ cdef void export_batch(const Export* made, uint64_t first, AioteBatch* batch, in
 
 
 cdef int map_one(Import* self, int descriptor, uint64_t size, uint64_t at) noexcept nogil:
-    """Map one segment. A peer that lies of its size is found out by the driver, or by the sum of all."""
+    """Map one segment; return 0 or the driver's code.
+
+    If a peer states a wrong size, the driver refuses the mapping, or the sum of all sizes is wrong in the end.
+    """
     cdef uint64_t handle = 0
     cdef int code
     if size == 0 or size > self.handle.size - at:
@@ -155,7 +161,10 @@ cdef int map_all(Import* self) noexcept nogil:
 
 
 cdef int map_segments(Import* self) noexcept nogil:
-    """Map what a peer gives descriptors of, in a context: 0, or the driver's code, or -errno, and nothing is mapped."""
+    """Map the segments whose descriptors a peer gives, in the current context.
+
+    Return 0, or the driver's code or -errno; after a failure, all mappings are undone.
+    """
     cdef Access access
     cdef int code = -ENOSYS if not found else aiote_meet(self.socket, self.handle.bytes)
     if code:
@@ -179,9 +188,9 @@ cdef int map_segments(Import* self) noexcept nogil:
 
 
 cdef void unmap_segments(Import* self) noexcept nogil:
-    """Give back all that is mapped, in a context. What a broken one says is no error: it has all gone with it.
+    """Unmap all segments, in the current context. Errors are ignored: a broken context has lost its mappings anyway.
 
-    A call that failed by chance is made again.
+    A failed call is repeated, because the failure may be transient.
     """
     cdef uint64_t at = 0
     cdef uint64_t i

@@ -1,7 +1,8 @@
-# Memory of a GPU that another process of this host opens: what its owner gives away, and what the other makes of it.
+# Memory of a GPU that another process of this host opens: the owner's exports, and the other process's imports.
 #
-# The driver shares whole allocations: what is given away names the one that the memory lies in, and references to it
-# are offsets. It is opened once for each channel and device, in a thread, since that takes a fraction of a millisecond.
+# The driver shares whole allocations. An export therefore names the allocation that the memory lies in, and references
+# to the memory are offsets into it. An allocation is opened once for each channel and device, in a thread, because that
+# takes a fraction of a millisecond.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from aiote_native.cuda.copies cimport GpuQueues
@@ -13,12 +14,13 @@ cdef enum:
     HANDLE_BYTES = 64
     TOKEN_BYTES = 16
 
-# What travels, for memory of `cuMemAlloc` a handle of the driver's, for `segments` of memory of `cuMemCreate` the name
-# of the socket that gives their descriptors. Inside the process that made it, it is known by its token, which nobody
-# can guess: the driver does not open a handle of the process's own.
+# The description of an export that its owner sends to a peer. `bytes` are the driver's handle for memory of
+# `cuMemAlloc`; for memory of `cuMemCreate` they name the socket that gives the descriptors of its segments. Engines of
+# the owner's process find the export by its random token, because the driver opens no handle in the process that made
+# it.
 cdef struct Handle:
     uint64_t size        # of the allocation, or of all segments
-    uint64_t segments    # 0: `bytes` are the driver's
+    uint64_t segments    # 0: `bytes` are the driver's handle
     uint8_t[TOKEN_BYTES] token
     uint8_t[HANDLE_BYTES] bytes
 
@@ -26,8 +28,8 @@ cdef struct Segment:
     uint64_t address
     uint64_t size
 
-# An allocation, or several side by side, that memory of ours lies in. `buffer` is its number, which the driver gives to
-# no other in the life of the process: an address that was freed and given out again has another.
+# An allocation, or several side by side, that registered memory lies in. `buffer` is the driver's number of it, which
+# is unique in the life of the process: an address that was freed and allocated again has another number.
 cdef struct Export:
     Export* next
     Export* next_own
@@ -36,9 +38,9 @@ cdef struct Export:
     void* context
     Segment* parts       # as many as the handle has segments
     Handle handle
-    int uses             # registrations that lie in it, and have not ended
-    int holds            # those that have not let go of it
-    int known            # channels whose peers have it, or may have it, open
+    int uses             # registrations in it whose keys are valid
+    int holds            # registrations in it that are not closed; closing comes after the end of the key
+    int known            # channels whose peers have it open or may have, and the thread that gives its descriptors
 
 cdef enum ImportState:
     WAITING = 0
@@ -48,22 +50,22 @@ cdef enum ImportState:
     CLOSING = 4
     CLOSED = 5
 
-# A peer's allocation, opened in the context of a device of ours.
+# A peer's allocation, opened in the context of a local device.
 cdef struct Import:
     Import* next
-    uint64_t number      # that the peer has given it
+    uint64_t number      # the peer's number of it
     Handle handle
     GpuQueues* gpu
     int device
     uint64_t address
-    int socket           # that descriptors of segments come by
-    uint64_t* sizes      # of the segments that are mapped
+    int socket           # receives the descriptors of segments
+    uint64_t* sizes      # the sizes of the mapped segments
     uint64_t mapped
-    int state            # `import_state` reads it: the thread writes it
-    int code             # the driver's, where it is FAILED
-    bint own             # it is of this process
+    int state            # written by the thread; read it with `import_state`
+    int code             # the driver's code or -errno, if the state is FAILED
+    bint own             # this process exported it
     bint forgotten       # the peer wants it closed
-    uint32_t last        # behind the last copy from it
+    uint32_t last        # the number behind the last copy from it
     bint threaded
     pthread_t thread
 

@@ -1,4 +1,4 @@
-"""Handles of GPU memory for other processes of this host (sharing.pxd)."""
+"""Export GPU memory to other processes of this host, and open their exports (sharing.pxd)."""
 
 from libc.errno cimport ENOSYS, errno
 from libc.stdint cimport uint64_t
@@ -40,7 +40,7 @@ cdef enum:
     LAZY_PEER_ACCESS = 1     # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     NO_THREAD = 2            # CUDA_ERROR_OUT_OF_MEMORY
 
-# Each is there or not: a driver without them shares nothing.
+# In the order of the names in `find_functions`. A driver that lacks one of them shares no memory.
 cdef struct Functions:
     int (*address_range)(uint64_t* base, size_t* size, uint64_t address) noexcept nogil
     int (*get_handle)(AioteIpcHandle* handle, uint64_t address) noexcept nogil
@@ -53,7 +53,7 @@ cdef Export* own_exports = NULL
 
 
 cdef str find_functions():
-    """Find the driver's functions; return the name of one that it lacks, or an empty string."""
+    """Find the driver's functions; return the name of a missing function, or an empty string."""
     global found
     cdef void** function = <void**> &ipc
     cdef bytes name
@@ -71,12 +71,15 @@ cdef str find_functions():
 
 
 cdef int address_range(uint64_t* base, size_t* size, uint64_t address) noexcept nogil:
-    """Find the allocation, or the one segment, that an address lies in."""
+    """Find the allocation, or the single segment, that an address lies in; return 0 or the driver's code."""
     return ipc.address_range(base, size, address)
 
 
 cdef str whole_allocation(uint64_t address, size_t length, Export* made):
-    """Ask for the handle of the one allocation that memory lies in; say why there is none, or nothing."""
+    """Get the handle of the allocation that some memory lies in; return an empty string, or why there is no handle.
+
+    Raises StatusError if the driver does not know the memory.
+    """
     cdef AioteIpcHandle handle
     cdef size_t size = 0
     cdef int code
@@ -93,9 +96,10 @@ cdef str whole_allocation(uint64_t address, size_t length, Export* made):
 
 
 cdef int export_memory(void* context, uint64_t address, size_t length, Export* made) except -1:
-    """Ask the driver for the handle of what memory lies in. Raises StatusError where other processes cannot have it.
+    """Fill in an export of the allocation or the segments that some memory lies in.
 
-    Of segments it lists which they are, and the socket's name is to be filled in.
+    For segments, the caller has to fill in the name of the socket. Raises StatusError if other processes cannot open
+    the memory.
     """
     cdef bytes token = os.urandom(TOKEN_BYTES)
     cdef int mode
@@ -119,7 +123,7 @@ cdef int export_memory(void* context, uint64_t address, size_t length, Export* m
 
 
 cdef void publish(Export* made) noexcept nogil:
-    """Have other engines of this process find what was exported."""
+    """Enter an export in the list in which other engines of this process find it."""
     global own_exports
     pthread_mutex_lock(&aiote_own_lock)
     made.next_own = own_exports
@@ -139,7 +143,10 @@ cdef void withdraw(Export* made) noexcept nogil:
 
 
 cdef bint is_own(Import* self) noexcept nogil:
-    """Find what this process has exported itself. What a peer says of it is not believed, but looked up."""
+    """Return whether this process made the export, and take its address and size from there.
+
+    A peer's own statements about it are not trusted.
+    """
     cdef Export* made
     pthread_mutex_lock(&aiote_own_lock)
     made = own_exports
@@ -153,14 +160,14 @@ cdef bint is_own(Import* self) noexcept nogil:
 
 
 cdef int open_whole(Import* self) noexcept nogil:
-    """Open an allocation of which the driver has made the handle."""
+    """Open an allocation by the driver's handle; return 0, or an error code."""
     cdef AioteIpcHandle handle
     cdef uint64_t base = 0
     cdef size_t size = 0
     cdef int code
     memcpy(&handle, self.handle.bytes, HANDLE_BYTES)
     code = ipc.open_handle(&self.address, handle, LAZY_PEER_ACCESS)
-    # How much of it is there is the driver's to say: a peer may say more.
+    # Check the size that the driver tells, because a peer may claim more.
     if code == 0 and (ipc.address_range(&base, &size, self.address) or base != self.address
                       or size < self.handle.size):
         ipc.close_handle(self.address)
@@ -183,7 +190,8 @@ cdef void* run_open(void* argument) noexcept nogil:
 cdef void* run_close(void* argument) noexcept nogil:
     cdef Import* self = <Import*> argument
     cdef int mode
-    # What a broken context says is no error: the mapping has gone with it. A call that failed by chance is made again.
+    # Errors are ignored: a broken context has lost its mappings anyway. A failed call is repeated, because the failure
+    # may be transient.
     if enter(self.gpu.back.context, &mode) == 0:
         if self.handle.segments:
             unmap_segments(self)
@@ -205,11 +213,11 @@ cdef void begin(Import* self, int state, void* (*run)(void*) noexcept nogil) noe
 
 
 cdef void import_open(Import* self) noexcept nogil:
-    """Begin to open it; `import_state` says when that is over."""
+    """Begin to open an import; `import_state` tells when it is open or has failed."""
     self.own = is_own(self)
     self.socket = -1
     if not self.own and self.handle.segments:
-        # Here, and not in the thread: whoever shuts the channel wakes the thread by it.
+        # The socket is made here, not in the thread, because shutting the channel uses it to wake the thread.
         self.socket = aiote_named_socket()
         self.code = -errno if self.socket < 0 else 0
     if self.own:
@@ -221,7 +229,7 @@ cdef void import_open(Import* self) noexcept nogil:
 
 
 cdef void import_close(Import* self) noexcept nogil:
-    """Begin to close what is open; no copy from it is under way."""
+    """Begin to close an open import. No copy from it may be in flight."""
     if self.own:
         aiote_set_state(&self.state, CLOSED)
     else:
@@ -237,7 +245,7 @@ cdef void join(Import* self) noexcept nogil:
 
 
 cdef int import_state(Import* self) noexcept nogil:
-    """Tell how far it is; one whose thread has said its last is without one then."""
+    """Return the state of an import; join its thread if that has finished."""
     cdef int state = aiote_state(&self.state)
     if self.threaded and state != OPENING and state != CLOSING:
         join(self)
@@ -245,15 +253,15 @@ cdef int import_state(Import* self) noexcept nogil:
 
 
 cdef bint import_lives(Import* self) noexcept nogil:
-    """Whether what this process has exported itself still is: a peer may have kept the token beyond that."""
+    """Return whether an import still exists: an export of this process may have ended while a peer kept its token."""
     return not self.own or is_own(self)
 
 
 cdef void import_end(Import* self) noexcept nogil:
-    """Wait for its thread, and close what is open. No copy from it is under way."""
+    """Wait for the thread of an import, and close the import if it is open. No copy from it may be in flight."""
     if self.threaded:
         if self.socket >= 0:
-            # A peer that is stopped answers nothing: it is not waited for.
+            # Do not wait for the peer, which may be stopped.
             shutdown(self.socket, SHUT_RDWR)
         join(self)
     if aiote_state(&self.state) == OPEN and not self.own:

@@ -1,1 +1,1 @@
-"""libfabric, opened at run time: one module for each of its objects."""
+"""libfabric, opened at run time, with one module for each kind of its objects."""

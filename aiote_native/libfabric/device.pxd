@@ -3,12 +3,12 @@ from libc.stdint cimport uint64_t
 from aiote_native.libfabric.fabric cimport fi_info, fid_av, fid_domain, fid_fabric, fid_mr
 from aiote_native.provider cimport NativeDevice, Registration
 
-# What is read of a device when it is opened, for what providers do differently.
+# The differences of providers that matter here, read when a device is opened.
 cdef struct Quirks:
     bint receives_for_immediates  # each immediate consumes a posted receive
-    bint forgets                  # a close drops completions that nobody has read
+    bint forgets                  # a close drops unread completions
     bint shared_av                # one address vector for all endpoints
-    uint64_t message_limit        # 0: as for writes
+    uint64_t message_limit        # the most bytes of a message; 0: as many as of a write
 
 cdef class Device(NativeDevice):
     cdef Quirks quirks

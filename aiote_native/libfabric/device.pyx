@@ -23,7 +23,7 @@ cdef tuple PINNING = ("efa", "cxi", "verbs")
 
 
 cdef bint pins(str provider) except -1:
-    """Whether a provider, or the one that it lies on, has the kernel pin the memory that is registered."""
+    """Return whether registering memory makes the kernel pin it, with this provider or the core provider under it."""
     return provider.partition(";")[0] in PINNING
 
 
@@ -32,20 +32,21 @@ cdef bint is_efa(str provider) noexcept:
 
 
 cdef void ask_efa(fi_info* hints) noexcept:
-    """Ask for direct access to the NIC, with a posted receive for each immediate, so that none is lost."""
+    """Ask for direct access to the NIC, with a posted receive for each immediate, so that no immediate is lost."""
     hints.mode |= FI_RX_CQ_DATA
     hints.fabric_attr.name = strdup(b"efa-direct")
 
 
 cdef uint32_t api_of(bint direct) except? 0:
-    """What libfabric is to behave as: 1.17; with EFA's own fabric no older than it needs, and no newer than it is."""
+    """Return the API version to ask for: 1.17; for EFA's own fabric the needed 1.20, or that of an older library."""
     cdef uint32_t newest = symbols().version()
     return min(newest, FI_VERSION(1, 20)) if direct else FI_VERSION(1, 17)
 
 
 cdef fi_info* query(str provider, str node, str domain, bint direct) except? NULL:
-    """Ask for reliable datagram endpoints with messages and one-sided operations; NULL when there are none. `direct`:
-    of EFA as aiote uses it.
+    """Ask for reliable datagram endpoints with messages and one-sided operations; return NULL if there are none.
+
+    `direct` asks for EFA's NICs in the way that aiote uses them. Raises StatusError.
     """
     cdef fi_info* found = NULL
     cdef fi_info* hints = symbols().dupinfo(NULL)
@@ -58,9 +59,10 @@ cdef fi_info* query(str provider, str node, str domain, bint direct) except? NUL
         hints.ep_attr.type = FI_EP_RDM
         hints.domain_attr.mr_mode = (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT
                                      | FI_MR_RMA_EVENT)
-        # One lock of ours guards posting and polling. Where registering takes long it must not be held. Not so for all:
-        # with locks of its own the tcp of libfabric 2.5 takes two of them in one order where an endpoint is opened, in
-        # the other where it polls (ThreadSanitizer), and what its domain shares has a lock in either mode.
+        # The engine's lock guards posting and polling. If registering takes long, the engine does not hold its lock
+        # meanwhile, so the provider needs locks of its own. Other providers get none: with its own locks, the tcp of
+        # libfabric 2.5 takes two of them in one order to open an endpoint and in the other order to poll
+        # (ThreadSanitizer). The data that its domain shares has a lock in either mode.
         hints.domain_attr.threading = FI_THREAD_SAFE if pins(provider) else FI_THREAD_DOMAIN
         if provider:
             hints.fabric_attr.prov_name = strdup(provider.encode())
@@ -76,7 +78,7 @@ cdef fi_info* query(str provider, str node, str domain, bint direct) except? NUL
                                  FI_SOURCE if node else 0, hints, &found)
     finally:
         symbols().freeinfo(hints)
-    if code == -61 or code == -19:  # -FI_ENODATA, -FI_ENODEV: nothing fits
+    if code == -61 or code == -19:  # -FI_ENODATA, -FI_ENODEV: there is no fitting device
         return NULL
     check(code, "fi_getinfo")
     return found
@@ -114,8 +116,8 @@ cdef dict summary(fi_info* info):
 def discover(str provider, str node="", str domain="", *, bint usable=True) -> list[dict]:
     """List what libfabric offers for a provider, narrowed to a local address (`node`) or a domain's name.
 
-    The order is the provider's own; the same domain may come several times, once for each address. Not `usable`: also
-    NICs of EFA that aiote cannot use.
+    The order is the provider's own; the same domain may come several times, once for each address. Unless `usable`, the
+    list includes EFA's NICs that aiote cannot use. Raises StatusError.
     """
     cdef fi_info* head = query(provider, node, domain, usable and is_efa(provider))
     cdef fi_info* item = head
@@ -131,7 +133,7 @@ def discover(str provider, str node="", str domain="", *, bint usable=True) -> l
 
 
 cdef class Device(NativeDevice):
-    """An opened fabric and domain: what endpoints are made on and memory is registered with."""
+    """An opened fabric and domain. Endpoints are made on it, and memory is registered with it."""
 
     def __cinit__(self):
         self.info = NULL
@@ -141,7 +143,7 @@ cdef class Device(NativeDevice):
         memset(&self.quirks, 0, sizeof(self.quirks))
 
     def __init__(self, str provider, str node="", str domain=""):
-        """Open the first device that fits. Raises StatusError, and LookupError when nothing fits."""
+        """Open the first device that fits. Raises StatusError, and LookupError if there is no such device."""
         if self.info != NULL:
             raise RuntimeError("this device is open already")
         self.epoch = fork_epoch()
@@ -165,16 +167,16 @@ cdef class Device(NativeDevice):
         self.quirks.forgets = self.quirks.shared_av = True
         self.quirks.message_limit = self.info.ep_attr.max_msg_size
         if self.info.nic != NULL and self.info.nic.link_attr != NULL and self.info.nic.link_attr.mtu:
-            # `max_msg_size` is that of writes.
+            # `max_msg_size` is the limit of writes; the limit of messages is the MTU.
             self.quirks.message_limit = self.info.nic.link_attr.mtu
-        # An address vector takes megabytes, whatever it is asked for.
+        # All endpoints share one address vector, because each takes megabytes, even if it is made for few addresses.
         memset(&attr, 0, sizeof(attr))
         attr.type = FI_AV_TABLE
         return check(fi_av_open(self.domain, &attr, &self.av, NULL), "fi_av_open")
 
     @property
     def attributes(self) -> dict:
-        """What the provider says of the device, as `discover` gives it."""
+        """The provider's description of the device, as in `discover`. Raises RuntimeError if the device is closed."""
         if self.info == NULL:
             raise RuntimeError("the device is closed")
         return summary(self.info)
@@ -184,16 +186,16 @@ cdef class Device(NativeDevice):
         return self.domain == NULL
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> FabricMemory:
-        """Register `length` bytes at `address`; `access` opens them to peers under a random key.
+        """Register `length` bytes at `address`; `access` (MAY_READ, MAY_WRITE) is what a random key allows to peers.
 
         The caller keeps the memory alive until the registration is closed. Raises StatusError.
         """
         return FabricMemory(self, address, length, writable, access)
 
     def close(self) -> None:
-        """Close the domain and the fabric; everything under them must be closed before. Idempotent.
+        """Close the domain and the fabric. Raises RuntimeError while something on them is open, and StatusError.
 
-        In a child of a fork nothing is done: they are the parent's.
+        Idempotent; does nothing in the child of a fork, because the parent owns them.
         """
         if self.epoch != fork_epoch():
             return
@@ -227,7 +229,7 @@ cdef class Device(NativeDevice):
 
 @cython.no_gc_clear
 cdef class FabricMemory(Registration):
-    """A memory registration: a key for peers and a descriptor for this side's own operations."""
+    """A memory registration: a key for peers, and a descriptor for this side's own operations."""
 
     def __cinit__(self):
         self.mr = NULL
@@ -250,10 +252,10 @@ cdef class FabricMemory(Registration):
         if device.info.domain_attr.mr_key_size < 8:
             mask = (1ULL << (8 * device.info.domain_attr.mr_key_size)) - 1
         self.device = device
-        # Before the GIL is let go: nobody closes the domain under a call.
+        # Counted before the GIL is released, so that the domain cannot be closed during the call.
         device.children += 1
         try:
-            # Keys of our choice are drawn at random, so that no one can guess another region's; a taken one anew.
+            # If aiote chooses the keys, they are random, so that peers cannot guess them; a key in use is drawn again.
             for _attempt in range(8):
                 wanted = int.from_bytes(os.urandom(8), "little") & mask
                 with nogil:
@@ -270,7 +272,10 @@ cdef class FabricMemory(Registration):
         self.length = length
 
     def close(self) -> None:
-        """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
+        """End the registration; the NIC refuses its key from here on. Raises StatusError.
+
+        Idempotent; does nothing in the child of a fork.
+        """
         cdef fid_mr* mr = self.mr
         cdef int code
         if mr == NULL or self.device.epoch != fork_epoch():

@@ -24,7 +24,7 @@ cdef struct FabricEndpoint:
     uint64_t send_flags
     bint waits
     bint disconnects
-    bint counts  # its immediates have room for what they count for
+    bint counts  # the data of an immediate has room for the number of parts that it counts for
     bytes_of_name name
     size_t name_length
     bytes_of_name peer_name

@@ -1,13 +1,13 @@
 """An endpoint for one peer, with its own address vector and completion queue.
 
-One endpoint a peer, not one for all: closing it flushes and ends what flows between these two and touches nobody
-else, which is what a confirmed cancellation rests on. The queue is its own as well, so that nothing stale is left in
-it after the close.
+Each peer has an endpoint of its own, because closing it flushes and ends the operations with this peer and affects no
+other. Confirmed cancellation depends on that. The queue belongs to the endpoint as well, so that no stale entries are
+left in it after the close.
 
-Two endpoints of one process that are joined over shm share their memory: 1.17 hands out the other's mapping instead of
-making one, and a poll that meets anything of an endpoint that was closed crashes. So each knows its twin, and closing
-one severs the other: from then on it is neither polled nor posted to, and says nothing until its owner hears of the
-loss and closes it.
+Two endpoints of one process that are connected over shm share their memory, because 1.17 hands out the other's mapping
+instead of making one. A poll that meets anything of a closed endpoint then crashes. Each of the two therefore knows its
+twin, and closing one severs the other: the severed endpoint is neither polled nor posted to, and reports no completions
+until its owner learns of the loss and closes it.
 """
 
 cimport cython
@@ -44,12 +44,12 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef enum:
-    SRD_RECEIVES = 128   # of immediates and messages together
+    SRD_RECEIVES = 128   # for immediates and messages together
     SRD_SENDS = 64       # pieces of messages
-    SHM_INJECTED = 4096  # up to so many bytes go through shared memory, without a system call for each
+    SHM_INJECTED = 4096  # writes of up to this many bytes go through shared memory, without a system call for each
 
-# Every open endpoint without a wait descriptor, for finding twins; the lock is held while a twin is polled, posted to
-# or closed, by whichever engine.
+# The open endpoints without a wait descriptor, which `find_twin` searches. Every engine of the process holds the lock
+# while it polls, posts to or closes a twin.
 cdef FabricEndpoint* here = NULL
 cdef pthread_mutex_t here_lock
 pthread_mutex_init(&here_lock, NULL)
@@ -78,7 +78,7 @@ cdef void find_twin(FabricEndpoint* self, const char* name, size_t length) noexc
 
 
 cdef void sever_twin(FabricEndpoint* self) noexcept nogil:
-    """Leave the list, and have nobody touch what is about to be closed. The lock is held."""
+    """Leave the list, and sever all twins of an endpoint that is about to be closed. The caller holds the lock."""
     global here
     cdef FabricEndpoint* other = here
     while other != NULL:
@@ -95,7 +95,7 @@ cdef void sever_twin(FabricEndpoint* self) noexcept nogil:
 
 
 cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Post one operation; to the twin of a closed one -EAGAIN, for as long as nobody has heard of that."""
+    """Post one operation. A severed endpoint returns -EAGAIN until its owner learns of the loss."""
     cdef FabricEndpoint* self = <FabricEndpoint*> impl
     cdef int code = -EAGAIN
     if self.srd != NULL and args.opcode == OP_RECV:
@@ -112,13 +112,14 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
 
 
 cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Post one operation.
+    """Post one operation to an endpoint that is not severed.
 
-    A completion means delivery where the provider is able to: by default tcp reports when the socket buffer took the
-    data, and replaces a connection that breaks then without an error, so that what it held is lost. A message over shm
-    is the exception: shm of 2.5.1 crashes in its own progress when both sides of a pair send with
-    FI_DELIVERY_COMPLETE, and has no connection that could lose it. A read over shm asks for it, or the reader would
-    copy from the other process at once, whatever lies at that address by now: its owner may have closed the engine.
+    A completion means delivery if the provider can do that. By default, tcp reports completion when the socket buffer
+    took the data; if the connection then breaks, tcp replaces it without an error, and that data is lost. Messages over
+    shm are the exception: shm of 2.5.1 crashes in its own progress when both sides of a pair send with
+    FI_DELIVERY_COMPLETE, and it has no connection that could lose them. Reads over shm ask for FI_DELIVERY_COMPLETE.
+    Without it, the reader would at once copy from the other process whatever is at that address by now, although the
+    owner may have closed its engine.
     """
     cdef iovec local
     cdef fi_msg message
@@ -141,13 +142,14 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
 
 
 cdef int post_rma(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Post a write or a read of all SGEs. What an immediate counts for is in the upper half of its data."""
+    """Post a write or a read of all SGEs. The upper half of an immediate's data is its number of parts less one."""
     cdef iovec local[MAX_SGE]
     cdef fi_rma_iov remote[MAX_SGE]
     cdef void* desc[MAX_SGE]
     cdef fi_msg_rma rma
     cdef int i
-    # One element also for a length of 0: with none, some providers never complete (udp;ofi_rxd), others ignore the key.
+    # Pass one element even for a length of 0: without an element, some providers never complete (udp;ofi_rxd), and
+    # others ignore the key.
     local[0].iov_base = args.local
     local[0].iov_len = remote[0].len = args.length
     remote[0].addr = args.remote
@@ -214,8 +216,8 @@ cdef int poll_one(FabricEndpoint* self, Completion* out, int capacity) noexcept 
         out[i].status = 0
         out[i].provider_errno = 0
         out[i].length = entries[i].len
-        # Only this flag tells an arrived immediate: the tcp of 1.17 sets neither FI_RMA nor a length with it. Messages
-        # never carry data here, so a receive cannot be mistaken for one.
+        # Only this flag marks an arrived immediate, because the tcp of 1.17 sets neither FI_RMA nor a length with it.
+        # aiote's messages carry no such data, so a receive cannot be mistaken for an immediate.
         if entries[i].flags & FI_REMOTE_CQ_DATA:
             out[i].wr = NULL
             out[i].imm = <uint32_t> entries[i].data
@@ -235,11 +237,11 @@ cdef int arm(void* impl) noexcept nogil:
 
 
 cdef bint disconnect(void* impl) noexcept nogil:
-    """Shut down the sockets of an rxm endpoint.
+    """Shut down the sockets of an rxm endpoint; return whether it is one.
 
-    Its close in 1.17 reads the completions that are left as if all were its own, and an immediate that arrived and was
-    not read has no context: the process crashes. Without a wire nothing arrives, and what is under way ends with errors
-    that are read in the ordinary way; then the close finds nothing.
+    In 1.17, closing an rxm endpoint reads the remaining completions as if all were its own operations'. An unread
+    immediate has no context, so the process crashes. After the shutdown, no immediate arrives any more, and the
+    operations in flight end with errors that are read in the ordinary way, so the close finds no completions.
     """
     cdef FabricEndpoint* self = <FabricEndpoint*> impl
     if not self.disconnects:
@@ -254,13 +256,13 @@ cdef void shut(void* impl) noexcept nogil:
         return
     if self.waits:
         fi_close(&self.ep.fid)
-        # A connection that it accepted, and whose request it had not read, is forgotten open and watched: by rxm in
-        # 1.17, by tcp in 2.5. With the latter a request that came later would use the freed listener.
+        # If the endpoint has accepted a connection and not read its request, the close leaves it open and watched, by
+        # rxm in 1.17 and by tcp in 2.5. In 2.5, a request that came later would use the freed listener.
         aiote_close_accepted(self.name, self.name_length)
     else:
         pthread_mutex_lock(&here_lock)
         sever_twin(self)
-        # Nor is this one polled from here on: what it would meet is gone.
+        # This endpoint must not be polled any more either, because the poll could meet freed memory.
         self.severed = True
         fi_close(&self.ep.fid)
         pthread_mutex_unlock(&here_lock)
@@ -292,10 +294,10 @@ operations.release = release
 
 
 cdef int sge_limit_of(const fi_info* info) noexcept:
-    """Return how many SGEs a write may have: more than one where an immediate has room for what it counts for.
+    """Return how many SGEs a write may have: more than one if an immediate has room for the number of its parts.
 
-    Of both limits the smaller counts: rxm has its own `rma_iov_limit`, and only its `iov_limit` is the core provider's.
-    efa says 4 for each and would emulate it; its immediates have 4 bytes.
+    The smaller of both limits counts, because rxm has an `rma_iov_limit` of its own, and only its `iov_limit` is that
+    of the core provider. efa states 4 for each limit but would emulate it; its immediates have 4 bytes.
     """
     if info.domain_attr.cq_data_size < 8:
         return 1
@@ -304,7 +306,7 @@ cdef int sge_limit_of(const fi_info* info) noexcept:
 
 @cython.no_gc_clear
 cdef class Endpoint(NativeEndpoint):
-    """An enabled endpoint: its address travels to the peer, the peer's is set by `connect`."""
+    """An enabled endpoint. The caller sends its `address` to the peer and gives the peer's to `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
@@ -313,10 +315,10 @@ cdef class Endpoint(NativeEndpoint):
         self.drop(self.device)
 
     def __init__(self, Device device, bint waits=True, size_t queue=4096, str mark=""):
-        """Open and enable; `waits` asks for a wait descriptor, which shm does not have.
+        """Open and enable the endpoint; `waits` asks for a wait descriptor, which shm does not have.
 
-        `mark` is how the name of one without begins, in /dev/shm: this process's own, and no other's. Raises
-        StatusError.
+        The name of an endpoint without a descriptor begins with `mark` in /dev/shm, which must be unique to this
+        process. Raises StatusError.
         """
         if self.impl != NULL or device.domain == NULL:
             raise RuntimeError("the endpoint is open already, or its device is closed")
@@ -349,7 +351,7 @@ cdef class Endpoint(NativeEndpoint):
         cdef bint shm
         memset(&cq_attr, 0, sizeof(cq_attr))
         memset(&av_attr, 0, sizeof(av_attr))
-        # Where nothing arrives without a posted receive, this queue cannot overflow.
+        # If each arrival needs a posted receive, a queue of this size cannot overflow.
         cq_attr.size = queue if self.device.quirks.message_limit == 0 else self.device.info.tx_attr.size + SRD_RECEIVES
         cq_attr.format = FI_CQ_FORMAT_DATA
         cq_attr.wait_obj = FI_WAIT_FD if waits else FI_WAIT_NONE
@@ -387,7 +389,7 @@ cdef class Endpoint(NativeEndpoint):
         return self.open_srd() if self.device.quirks.receives_for_immediates else 0
 
     cdef int open_srd(self) except -1:
-        """Post the receives that immediates and messages consume."""
+        """Post the receives that immediates and messages consume. Raises StatusError."""
         cdef uint64_t mtu = self.device.quirks.message_limit
         cdef size_t size = srd_bytes(SRD_RECEIVES, SRD_SENDS, mtu)
         cdef uint8_t[::1] memory
@@ -414,10 +416,10 @@ cdef class Endpoint(NativeEndpoint):
             self.pool = None
 
     cdef int open_endpoint(self, bint waits) except -1:
-        """Open the endpoint; one that is found by its name in /dev/shm under a name that is never used again.
+        """Open the endpoint. An endpoint that has a name in /dev/shm gets a name that is never used again.
 
-        The provider's own names (process, number) are used again as soon as one is closed, so that a peer which still
-        has the old address would reach another's endpoint.
+        The provider would use a name of its own (process, number) again as soon as its endpoint is closed, so a peer
+        that still has the old address would reach another peer's endpoint. Raises StatusError.
         """
         cdef fi_info* info = self.device.info
         if waits or info.addr_format != FI_ADDR_STR:
@@ -435,14 +437,15 @@ cdef class Endpoint(NativeEndpoint):
             symbols().freeinfo(info)
 
     def connect(self, bytes address) -> None:
-        """Name the one peer endpoint that this one talks to. Raises StatusError when the address is not accepted."""
+        """Set the one peer endpoint that this one talks to. Raises StatusError if the address is not accepted."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)
         if not self.impl.waits:
             find_twin(self.impl, <const char*> address, len(address))
             if self.impl.twin == NULL and address.startswith(self.mark):
-                # One of this process that is closed: shm of 2.5.1 keeps its name, and crashes on what is gone.
+                # The address belongs to a closed endpoint of this process: shm of 2.5.1 keeps the name, and would crash
+                # on the freed memory.
                 check(-ENOTCONN, "connect endpoint")
         cdef int inserted = fi_av_insert(self.impl.av, <const char*> address, 1, &self.impl.peer, 0, NULL)
         check(inserted if inserted < 0 else (0 if inserted == 1 else -22), "fi_av_insert")
@@ -454,9 +457,9 @@ cdef class Endpoint(NativeEndpoint):
         memcpy(self.impl.peer_name, <const char*> address, self.impl.peer_name_length)
 
     def moved(self) -> int:
-        """Return how many bytes its connections have received or seen acknowledged; -1 where the provider is not tcp.
+        """Return how many bytes its connections have received or seen acknowledged; -1 if the provider is not tcp.
 
-        Looks through all of the process's descriptors, for libfabric does not show its sockets.
+        Looks through all descriptors of the process, because libfabric does not expose its sockets.
         """
         if not self.tcp or self.peer_address is None:
             return -1

@@ -1,8 +1,8 @@
 """libfabric.so.1, opened with dlopen.
 
-The headers that this was built against (1.17) define most of the API inline over ops tables, so five exported
-functions are all that has to be found. They are looked up by the symbol versions of that ABI: a later library exports
-newer versions of the same names for larger structures, and the default one would read past the end of ours.
+The headers that this was built against (1.17) define most of the API inline over ops tables, so only six exported
+functions have to be found. They are looked up by the symbol versions of that ABI. A later library exports newer
+versions of the same names for larger structures, and its default version would read past the end of aiote's structures.
 """
 
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen
@@ -44,7 +44,7 @@ cdef Symbols* symbols() except NULL:
 
 
 cdef void set_defaults(dict defaults):
-    """Set what the user has not set in the environment of the process: libraries read it when they are opened."""
+    """Set environment variables that the user has not set; libraries read them when they are opened."""
     for name, value in defaults.items():
         setenv(name.encode(), value.encode(), 0)
 
@@ -52,8 +52,9 @@ cdef void set_defaults(dict defaults):
 def probe(str path, dict defaults) -> tuple[str, int, int]:
     """Return the file that `path` resolves to and its (major, minor) version, without initialising or keeping it.
 
-    Not after libibverbs was opened: what a library brings along makes itself known to that, which would call what is
-    gone. To keep it would have plug-ins of another libfabric linked to it.
+    This must not be called after libibverbs was opened: libraries that come with a libfabric register themselves there,
+    and libibverbs would call them after they are unloaded. Keeping the library open instead would link the plug-ins of
+    another libfabric to it.
 
     A bare name is searched for as the dynamic linker does; `defaults` are as in `load`. Raises ImportError with the
     linker's reason.
@@ -78,10 +79,10 @@ def probe(str path, dict defaults) -> tuple[str, int, int]:
 def load(str path, dict defaults) -> tuple[int, int]:
     """Open the library at `path` for the life of the process and return its (major, minor) version.
 
-    `defaults` are provider parameters (FI_*) that are set in the environment of the process, where the user has
-    not set them, because providers read them once, when the library initialises. Loading the same path again does
-    nothing; another one is an error, because two copies of libfabric in one process share /dev/shm names and
-    signal handlers.
+    `defaults` are provider parameters (FI_*). They are set in the environment of the process unless the user has set
+    them, because providers read them once, when the library initialises. Loading the same path again does nothing.
+    Another path raises RuntimeError, because two copies of libfabric in one process share /dev/shm names and signal
+    handlers. Raises ImportError with the linker's reason, or for a library that is not libfabric.
     """
     global handle, loaded_path
     if handle != NULL:

@@ -1,4 +1,4 @@
-# The sockets under a tcp endpoint, which libfabric does not show: found by the addresses at their two ends.
+# The sockets under a tcp endpoint. libfabric does not expose them, so they are found by the addresses of their ends.
 from libc.stdint cimport uint64_t
 
 cdef extern from *:
@@ -17,7 +17,7 @@ cdef extern from *:
         return length >= sizeof(*other) && one->sin_family == AF_INET && one->sin_port == other->sin_port
             && one->sin_addr.s_addr == other->sin_addr.s_addr;
     }
-    /* Shut down every connected socket that leads to `peer` or was accepted at `own`. */
+    /* Shut down every connected socket that is connected to `peer` or was accepted at `own`. */
     static void aiote_shutdown_sockets(const void* own, size_t own_length, const void* peer, size_t peer_length) {
         DIR* directory = opendir("/proc/self/fd");
         struct dirent* entry;
@@ -33,7 +33,7 @@ cdef extern from *:
         }
         closedir(directory);
     }
-    /* Bytes that the connected sockets between `own` and `peer` have received, or seen acknowledged. */
+    /* Return how many bytes the sockets connected to `peer` or accepted at `own` have received or seen acknowledged. */
     static uint64_t aiote_moved(const void* own, size_t own_length, const void* peer, size_t peer_length) {
         DIR* directory = opendir("/proc/self/fd");
         struct dirent* entry;
@@ -55,7 +55,7 @@ cdef extern from *:
         closedir(directory);
         return sum;
     }
-    /* Close the connections that were accepted at `own`, where nobody listens any more. */
+    /* Close the connections that were accepted at `own`, after its listener was closed. */
     static void aiote_close_accepted(const void* own, size_t own_length) {
         DIR* directory = opendir("/proc/self/fd");
         struct dirent* entry;

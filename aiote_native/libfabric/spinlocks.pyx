@@ -1,8 +1,8 @@
 """The spin lock and the command queue in an endpoint's shared memory, for libfabric before 2.0.
 
-Layout of `struct smr_region` in its version 4 (libfabric 1.17, ofi_shm.h): a byte of version, the owner's process
+The layout of `struct smr_region` in version 4 (libfabric 1.17, ofi_shm.h): a byte of version, the owner's process
 number at 4, the lock at 24, the offset of the command queue at 64. That queue (`ofi_rbuf.h`) is four words (size, mask,
-commands read, commands written) and a ring of commands of 256 bytes. Nothing else of it is touched.
+commands read, commands written) and a ring of commands of 256 bytes. This module accesses no other fields.
 """
 
 from libc.errno cimport errno
@@ -28,7 +28,7 @@ cdef enum:
     QUEUE_HEAD = 32
     COMMAND = 256
     MOST_COMMANDS = 65536
-    # Of a command: its operation's place, and the operations of ofi_proto.h that a second command follows.
+    # The place of the operation in a command, and the operations of ofi_proto.h that a second command follows.
     OPERATION_AT = 16
     READ = 2
     WRITE = 4
@@ -40,12 +40,12 @@ cdef enum:  # the words of a queue
 
 
 cdef class SpinLock:
-    """The lock of one endpoint's memory, found by the file that it lies in; mapped, so that the file may go."""
+    """The lock of one endpoint's memory, found by the memory's file. It is mapped, so the file may be removed."""
 
     cdef uint8_t* memory
     cdef size_t mapped
-    cdef uint64_t* commands  # the owner's queue; NULL where there is none of this layout
-    cdef uint64_t size  # its commands, as mapped: the peer, which can write to the queue's own word, moves no bound
+    cdef uint64_t* commands  # the owner's queue; NULL if there is no queue of this layout
+    cdef uint64_t size  # of the queue when it was mapped; the peer can change the queue's own word, but not this bound
 
     def __cinit__(self):
         self.memory = NULL
@@ -84,28 +84,29 @@ cdef class SpinLock:
 
     @property
     def held(self) -> bool:
-        """Whether somebody holds it now."""
-        # What a free one looks like is the C library's own affair: 1 on x86-64, 0 on arm64.
+        """Whether the lock is held now, by any process."""
+        # The C library decides which value a free lock has: 1 on x86-64, 0 on arm64.
         cdef pthread_spinlock_t free
         pthread_spin_init(&free, PTHREAD_PROCESS_SHARED)
         return self.memory != NULL and (<int32_t*> (self.memory + LOCK_AT))[0] != <int32_t> free
 
     @property
     def commands_read(self) -> int:
-        """How many commands its owner has taken out of its queue."""
+        """How many commands the memory's owner has taken out of its queue."""
         return self.commands[COMMANDS_READ] if self.commands != NULL else 0
 
     def release(self) -> None:
-        """Unlock it, whoever holds it: to be called once nobody but this process can want it."""
+        """Unlock the lock, whoever holds it. Call it once no other process can want the lock."""
         if self.memory != NULL:
             pthread_spin_unlock(<pthread_spinlock_t*> (self.memory + LOCK_AT))
 
     def drop_half(self) -> bool:
-        """Take back the first of two commands whose holder ended between them, and say whether there was one.
+        """Take back the first of two commands if their sender ended between the two; return whether there was one.
 
-        A write is two commands, which its sender commits one after the other with the lock held. The owner reads both
-        without counting. Where the second is missing it reads past the end of its queue, and takes the ring's old
-        contents for commands; then it never stops, or crashes. Call it while the process that is gone holds the lock.
+        A write is two commands, which the sender commits one after the other while it holds the lock. The owner of the
+        queue reads both without checking the count. If the second command is missing, the owner reads past the end of
+        its queue, takes the ring's old contents for commands, and then never stops or crashes. Call this while the lock
+        is still held by the process that has ended.
         """
         cdef uint64_t* queue = self.commands
         cdef uint64_t at, written
@@ -131,6 +132,6 @@ cdef class SpinLock:
 
 
 cdef bint is_double(uint8_t* command) noexcept nogil:
-    """Say whether a second command follows, which names the memory that is written or read."""
+    """Return whether a second command follows, which names the memory that is written or read."""
     cdef uint32_t operation = (<uint32_t*> (command + OPERATION_AT))[0]
     return operation == READ or operation == WRITE or ATOMIC <= operation <= ATOMIC_COMPARE

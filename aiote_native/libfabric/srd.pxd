@@ -7,21 +7,21 @@ cdef enum:
     MAX_WAITING = 1024   # receives of messages, and messages that come in pieces
     HEADER = 16
 
-# What comes before each piece of a message on the wire.
+# The header of each piece of a message on the wire.
 cdef struct PieceHeader:
     uint32_t number
     uint32_t offset
     uint32_t total
     uint32_t length
 
-# A posted receive of the NIC's.
+# A receive of the NIC.
 cdef struct Buffer:
     void* context[8]
     Srd* home
     uint8_t* memory
     Buffer* next
 
-# One send of the NIC's, of a piece.
+# A send of the NIC, for one piece.
 cdef struct PieceSend:
     void* context[8]
     uint8_t* memory

@@ -1,10 +1,10 @@
-"""Receives and messages of EFA's NICs: a pool that immediates and messages consume alike, and messages in pieces.
+"""Receives and messages of EFA's NICs: a pool that both immediates and messages consume, and messages in pieces.
 
-With FI_RX_CQ_DATA each immediate consumes a posted receive, and one that finds none waits in the network, so no
-completion queue can overflow that has room for all receives and all sends. A message is no longer than the MTU. So an
-endpoint owns its receives, all of the MTU's size: whatever consumes one, it is posted again in the same batch. A
-message goes in pieces with their place in it, and is put together in the receive that the mailbox has posted. Pieces
-come in any order. What the peer says in a header is checked against the receive's length.
+With FI_RX_CQ_DATA each immediate consumes a posted receive; without a posted receive, it waits in the network. A
+completion queue with room for all receives and all sends therefore cannot overflow. EFA's messages are at most one MTU
+long. Each endpoint owns receives of the MTU's size; a consumed receive is posted again in the same batch. A mailbox's
+message is sent in pieces with their offsets, and put together in the receive that the peer's mailbox has posted. Pieces
+come in any order. The values in a piece's header are checked against the length of that receive.
 
 The caller holds the engine's lock.
 """
@@ -25,7 +25,7 @@ cdef size_t srd_bytes(uint32_t buffers, uint32_t sends, uint64_t mtu) noexcept n
 
 cdef Srd* srd_new(fid_ep* ep, uint8_t* memory, void* desc, uint32_t buffers, uint32_t sends,
                   uint64_t mtu) except NULL:
-    """Lay out receives and sends in `memory`, of srd_bytes."""
+    """Lay out receives and sends in `memory`, which has `srd_bytes` bytes. Raises MemoryError."""
     cdef Srd* self = <Srd*> calloc(1, sizeof(Srd))
     cdef uint32_t i
     if self == NULL:
@@ -54,7 +54,7 @@ cdef Srd* srd_new(fid_ep* ep, uint8_t* memory, void* desc, uint32_t buffers, uin
 
 
 cdef void srd_shut(Srd* self) noexcept nogil:
-    """Note that the endpoint is shut: it is freed, and nothing may be posted on it."""
+    """Record that the endpoint was freed, so that no operation is posted on it."""
     if self != NULL:
         self.ep = NULL
 
@@ -67,9 +67,9 @@ cdef void srd_free(Srd* self) noexcept nogil:
 
 
 cdef int srd_repost(Srd* self) noexcept nogil:
-    """Post every receive that was consumed and is free; what the NIC does not take now is posted next time.
+    """Post every consumed receive that is free; receives that the NIC does not take now are posted next time.
 
-    Not once the endpoint is shut: what its queue still held may be taken after that.
+    Does nothing once the endpoint is shut, because the remaining entries of its queue may be polled after that.
     """
     cdef Buffer* buffer
     cdef int code
@@ -83,7 +83,7 @@ cdef int srd_repost(Srd* self) noexcept nogil:
 
 
 cdef int srd_want(Srd* self, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Keep a receive of the mailbox's for the next message."""
+    """Keep a receive of the mailbox for the next message; return 0, or -EAGAIN if there are too many."""
     cdef Wanted* wanted
     if self.wanted_count == MAX_WAITING:
         return -EAGAIN
@@ -115,7 +115,7 @@ cdef Outgoing* outgoing_of(Srd* self, const WorkRequest* wr) noexcept nogil:
 
 
 cdef int srd_send(Srd* self, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Send a message in pieces; -EAGAIN, and nothing is sent, where there is no room for all of them."""
+    """Send a message in pieces; return -EAGAIN without sending any piece if there is no room for all of them."""
     cdef uint64_t most = self.mtu - HEADER
     cdef uint32_t count = <uint32_t> ((args.length + most - 1) // most) if args.length else 1
     cdef Outgoing* outgoing = outgoing_of(self, NULL)
@@ -133,7 +133,7 @@ cdef int srd_send(Srd* self, const Post* args, WorkRequest* wr) noexcept nogil:
     for _piece in range(count):
         prepare(self, args, wr, offset, min(most, args.length - offset))
         offset += most
-    # What the NIC does not take now goes as it has room; what it refuses is told by the next poll.
+    # Pieces that the NIC does not take now are sent when it has room. The next poll reports a refusal.
     srd_flush(self)
     return 0
 
@@ -153,7 +153,7 @@ cdef void prepare(Srd* self, const Post* args, WorkRequest* wr, uint64_t offset,
 
 
 cdef int srd_flush(Srd* self) noexcept nogil:
-    """Send pieces that the NIC had no room for. Their order does not matter."""
+    """Send the pieces that wait for room at the NIC, in any order."""
     cdef PieceSend* piece
     cdef iovec local
     cdef fi_msg message
@@ -184,7 +184,7 @@ cdef bint srd_owns_receive(const Srd* self, const void* context) noexcept nogil:
 
 
 cdef bint srd_sent(Srd* self, PieceSend* piece, int status, int provider_errno, Completion* out) noexcept nogil:
-    """Take the end of a piece; True where it was the message's last, of which `out` tells then."""
+    """Take the end of a piece; if it was the last piece, report the message in `out` and return True."""
     cdef Outgoing* outgoing = outgoing_of(self, piece.wr)
     piece.next = self.spare_sends
     self.spare_sends = piece
@@ -205,13 +205,13 @@ cdef bint srd_sent(Srd* self, PieceSend* piece, int status, int provider_errno, 
 
 
 cdef void srd_spent(Srd* self, Buffer* buffer) noexcept nogil:
-    """Note that an immediate has consumed a receive."""
+    """Make a consumed receive free, so that it is posted again."""
     buffer.next = self.spare
     self.spare = buffer
 
 
 cdef int srd_received(Srd* self, Buffer* buffer, uint64_t length, Completion* out) noexcept nogil:
-    """Take a piece: 1 where its message is complete, of which `out` tells, 0 where not, or a negative error number."""
+    """Take an arrived piece; return 1 if its message is complete and in `out`, 0 if not, or a negative error number."""
     cdef PieceHeader* header = <PieceHeader*> buffer.memory
     cdef Wanted* wanted = NULL
     cdef uint32_t i
@@ -249,7 +249,7 @@ cdef int srd_received(Srd* self, Buffer* buffer, uint64_t length, Completion* ou
 
 
 cdef int srd_held(Srd* self, Completion* out) noexcept nogil:
-    """Take pieces that waited for a receive, until one completes a message; as `srd_received`."""
+    """Take pieces that waited for a receive, until one completes a message; return as `srd_received` does."""
     cdef Buffer* buffer = self.held
     cdef Buffer* following
     cdef int got = 0
@@ -266,7 +266,7 @@ cdef int srd_held(Srd* self, Completion* out) noexcept nogil:
 
 
 cdef int take_srd(Srd* self, const fi_cq_data_entry* entry, Completion* out) noexcept nogil:
-    """Take what the NIC reports of its receives and of pieces; 1 where `out` tells of something."""
+    """Take one completion of a receive or a piece; return 1 if `out` has an entry, 0, or a negative error number."""
     cdef int got
     out.status = out.provider_errno = 0
     out.length = entry.len
@@ -288,14 +288,14 @@ cdef int take_srd(Srd* self, const fi_cq_data_entry* entry, Completion* out) noe
 
 
 cdef int srd_poll(Srd* self, fid_cq* cq, Completion* out, int capacity) noexcept nogil:
-    """Report what ended or came, and post at once again each receive that it consumed."""
+    """Report ended and arrived messages and immediates, and post the consumed receives again at once."""
     cdef fi_cq_data_entry entries[POLL_BATCH]
     cdef ssize_t got
     cdef int i, code, found = 0
     code = srd_held(self, &out[0])
     if code != 0:
         return code
-    # A turn in which only pieces came has nothing to tell, and is not the last.
+    # A batch may consist of pieces that complete no message; then read on.
     while found == 0:
         got = fi_cq_read(cq, entries, min(capacity, POLL_BATCH))
         if got == -FI_EAGAIN:

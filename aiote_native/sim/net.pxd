@@ -1,4 +1,4 @@
-# A simulated network: what happens in it at which time, who is on it, and what is remembered of it.
+# The structures of a simulated network: scheduled events, NICs, memory, endpoints, and the record of what happened.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
 from aiote_native.structs cimport Completion, MAX_SGE, Sge, WorkRequest
@@ -23,14 +23,14 @@ cdef enum ItemKind:
 
 cdef enum Stage:
     STAGE_PLACE = 0      # a piece of the payload goes into memory
-    STAGE_DELIVER = 1    # the immediate, or the message, is given to the target
-    STAGE_COMPLETE = 2   # the initiator is told, of an error too
-    STAGE_SEND = 3       # before all of them, where NICs take turns: packets leave (turns.pyx)
+    STAGE_DELIVER = 1    # the immediate or the message is given to the target
+    STAGE_COMPLETE = 2   # the initiator gets the completion, with success or an error
+    STAGE_SEND = 3       # the first stage where NICs send packets of several writes in turn (turns.pyx)
 
 cdef enum NicState:
     NIC_UP = 0
-    NIC_SILENT = 1       # nothing comes or goes, and nobody is told; what is under way goes on when it is back
-    NIC_BROKEN = 2       # what is under way ends with an error
+    NIC_SILENT = 1       # it sends and receives nothing and reports no error; operations go on when it is up again
+    NIC_BROKEN = 2       # the operations in flight end with an error
 
 cdef enum Happening:
     SAW_POST = 0
@@ -42,42 +42,43 @@ cdef enum Happening:
     SAW_CLOSE = 6
     SAW_FAULT = 7
 
-# Something that happens at a time; those of one time in the order of `order`. The first member of what can.
+# An event that is due at a time; events of the same time happen in the order of `order`. The first member of each
+# structure that can be scheduled.
 cdef struct Item:
     uint64_t time
     uint64_t order
-    uint32_t place       # in the heap, from 1; 0: it is not there
+    uint32_t place       # its index in the heap, from 1; 0: it is not scheduled
     int kind
 
-# What a NIC takes for what; times in nanoseconds.
+# The times, limits and faults of a NIC; times are in nanoseconds.
 cdef struct Model:
-    uint64_t latency     # from the NIC here to the memory there
-    uint64_t answer      # from there back to the initiator's completion
-    uint64_t jitter      # the most that is drawn on top of either
-    uint64_t operation   # of the NIC itself, for an operation of no bytes
+    uint64_t latency     # from the local NIC to the remote memory
+    uint64_t answer      # from the remote memory back to the initiator's completion
+    uint64_t jitter      # the most that is added at random to either
+    uint64_t operation   # the NIC's own time for an operation of no bytes
     double per_byte
-    double overlap       # how well both overlap: time = (operation^x + bytes^x)^(1/x); 0: perfectly
-    uint32_t depth       # operations that an endpoint takes at once
-    uint32_t receives    # posted receives of an endpoint
-    uint32_t events      # arrivals that lie untaken before those behind them wait
+    double overlap       # x: how `operation` and bytes overlap, time = (operation^x + bytes^x)^(1/x); 0: the larger one
+    uint32_t depth       # outstanding operations that an endpoint accepts
+    uint32_t receives    # posted receives that an endpoint accepts
+    uint32_t events      # arrivals that an endpoint holds until they are polled; further ones wait
     uint32_t pieces      # the most pieces that a payload is placed in
-    uint32_t max_sge     # of one operation
-    uint64_t packet      # bytes of a write that a NIC sends before it is another's turn; 0: all of them
-    uint32_t refusals    # of 65536 posts, drawn, that are refused for now
-    bint null            # every operation ends at once, and nothing is moved (null.pyx)
-    bint lingers         # what has left a NIC arrives, though its endpoint was closed meanwhile
-    uint64_t forgets     # how much later an immediate is reported at most, or never if the endpoint is closed then
-    uint64_t largest
+    uint32_t max_sge     # SGEs of one operation
+    uint64_t packet      # bytes of a write that a NIC sends before the next write has its turn; 0: all of them
+    uint32_t refusals    # how many of 65536 posts are refused for now, chosen at random
+    bint null            # every operation ends at once, and no byte is moved (null.pyx)
+    bint lingers         # bytes that have left a NIC arrive even if its endpoint is closed meanwhile
+    uint64_t forgets     # the longest delay of an immediate's report; closing the endpoint drops pending reports
+    uint64_t largest     # bytes of one operation
 
 cdef struct Nic:
     Nic* next
     uint32_t node
     uint32_t rail
     int state
-    uint64_t slow        # added to what arrives here
-    uint64_t sends_free  # when it has sent all that it was given
-    uint64_t takes_free
-    Work* turns          # whose packets leave, one of each in turn; the first one's is on its way out
+    uint64_t slow        # nanoseconds added to each arrival here
+    uint64_t sends_free  # when it has sent everything that it was given
+    uint64_t takes_free  # when it has received everything that is on its way
+    Work* turns          # writes that send one packet each in turn; the first one's packet is being sent
     Work* last_turn
     Model model
 
@@ -89,38 +90,38 @@ cdef struct Memory:
     uint64_t address
     uint64_t length
     bint writable
-    int access  # what peers may do
+    int access  # MAY_READ, MAY_WRITE: the rights of peers
 
 # One operation, from its post to the completion.
 cdef struct Work:
     Item item
-    SimEndpoint* source  # NULL: it was closed, and only what is on the wire goes on
+    SimEndpoint* source  # NULL: it was closed, and the bytes on the wire go on without it
     Nic* nic
-    Nic* far             # the target's; NULL where that was gone when this was posted
+    Nic* far             # the target's NIC; NULL if the target was gone when this was posted
     uint64_t target      # the number of the other endpoint
     Work* prev
     Work* next
-    Work* behind         # in the target's queue
+    Work* behind         # the next one in the target's queue
     WorkRequest* wr
     uint64_t number
     int opcode
     bint with_imm
     uint32_t imm
-    uint32_t counts_for  # so many immediates
+    uint32_t counts_for  # the number of immediates that `imm` stands for
     Sge sges[MAX_SGE]
     int sge_count
-    uint8_t* copy        # of all SGEs, one after the other
+    uint8_t* copy        # a copy of the bytes of all SGEs, one after the other
     uint64_t local_key
     uint64_t length      # of all SGEs
     uint64_t key
     int stage
     int status
     bint parked          # a silent NIC holds it
-    bint queued          # it waits for the target to have room or a receive
-    bint backwards
+    bint queued          # it waits until the target has room or a receive
+    bint backwards       # the last piece is placed first
     int pieces
     int piece
-    Work* turn           # behind it in the NIC's turns
+    Work* turn           # the next one in the NIC's turns
     bint in_turn
     uint64_t left        # bytes that have not left the NIC
     uint64_t sent
@@ -128,7 +129,7 @@ cdef struct Work:
 
 cdef struct Entry:
     Completion completion
-    bint own             # of an operation of this endpoint's; else of an arrival
+    bint own             # it is about an operation of this endpoint; else about an arrival
 
 cdef struct Receive:
     WorkRequest* wr
@@ -149,12 +150,12 @@ cdef struct SimEndpoint:
     bint broken
     Work* works
     uint32_t outstanding
-    uint64_t moved       # bytes and immediates that came or went
+    uint64_t moved       # bytes, and one more for each piece and delivery, that it has sent or received
     Entry* ring
     uint32_t ring_size
     uint32_t ring_first
     uint32_t ring_count
-    uint32_t arrivals    # of the ring's entries
+    uint32_t arrivals    # arrivals in the ring, and immediates that are reported later
     Receive* receives
     uint32_t receive_first
     uint32_t receive_count
@@ -166,11 +167,11 @@ cdef struct Fault:
     Fault* next
     Nic* nic
     int state
-    uint64_t after       # events; 0: at its time
+    uint64_t after       # the count of events at which it is due; 0: it is due at its item's time
     uint64_t slow
     bint slows
 
-# An immediate that came and that its endpoint is not told of yet.
+# An immediate that has arrived and is reported to its endpoint later.
 cdef struct Report:
     Item item
     uint64_t target

@@ -1,8 +1,8 @@
-"""The simulated network's bookkeeping: time, what is due, random numbers, tables, and the record of what happened.
+"""The simulated network's bookkeeping: time, scheduled events, random numbers, tables, and the record of what happened.
 
-A heap orders what is to happen by time, and by the order of its making where the times are the same; so a network of
-one seed that is asked for the same things in the same order does the same, to the last nanosecond. Time is the
-system's, or virtual: then it stands still until somebody moves it on.
+A heap orders the events by time, and events of the same time in the order in which they were scheduled. In virtual
+time, a network with the same seed and the same calls in the same order therefore does the same, to the last nanosecond.
+Time is the system's or virtual; virtual time stands still until `World.advance` moves it on.
 
 The caller holds the network's lock.
 """
@@ -25,7 +25,7 @@ cdef enum:
 
 
 cdef uint64_t net_now(Net* net) noexcept nogil:
-    """Nanoseconds since the network was made."""
+    """Return the nanoseconds since the network was made."""
     cdef timespec now
     if net.is_virtual:
         return net.now
@@ -34,7 +34,7 @@ cdef uint64_t net_now(Net* net) noexcept nogil:
 
 
 cdef uint64_t draw(Net* net, uint64_t below) noexcept nogil:
-    """A random number below a bound, 0 for a bound of 0 (SplitMix64, https://prng.di.unimi.it/splitmix64.c)."""
+    """Return a random number below a bound, 0 for a bound of 0 (SplitMix64, https://prng.di.unimi.it/splitmix64.c)."""
     cdef uint64_t z
     net.random += 0x9E3779B97F4A7C15ULL
     z = net.random
@@ -76,7 +76,7 @@ cdef void sift_down(Net* net, Item* item) noexcept nogil:
 
 
 cdef int put(Net* net, Item* item, uint64_t time) noexcept nogil:
-    """Have something happen at a time; -ENOMEM."""
+    """Schedule an item for a time; return 0 or -ENOMEM."""
     cdef Item** larger
     if net.heap_count + 2 > net.heap_size:
         larger = <Item**> realloc(net.heap, sizeof(Item*) * (net.heap_size * 2 + 64))
@@ -94,7 +94,7 @@ cdef int put(Net* net, Item* item, uint64_t time) noexcept nogil:
 
 
 cdef void take_out(Net* net, Item* item) noexcept nogil:
-    """Have it not happen; nothing where it was not to."""
+    """Remove an item from the schedule; do nothing if it is not scheduled."""
     cdef Item* last
     cdef uint32_t place = item.place
     if place == 0:
@@ -109,7 +109,7 @@ cdef void take_out(Net* net, Item* item) noexcept nogil:
 
 
 cdef void set_alarm_clock(Net* net) noexcept nogil:
-    """Have whoever sleeps wake up when the next thing is due, where time is the system's."""
+    """Set the timer that wakes sleeping endpoints to the time of the next item, where time is the system's."""
     cdef itimerspec when
     cdef uint64_t first = net.heap[1].time + 1 if net.heap_count else 0
     if net.timer_fd < 0 or first == net.armed_for:
@@ -142,7 +142,7 @@ cdef inline void mix(Net* net, uint64_t value) noexcept nogil:
 
 
 cdef void saw(Net* net, Happening kind, const Nic* nic, uint64_t number, uint64_t length, int status) noexcept nogil:
-    """Remember it: all in the digest, the first ones in full."""
+    """Record an event: mix it into the digest, and keep it in full while there is room."""
     cdef Seen* entry
     cdef uint64_t now = net.now if net.is_virtual else 0
     mix(net, now)

@@ -14,7 +14,7 @@ from aiote_native.structs cimport MAX_SGE, MAY_ALL
 
 
 cdef int read_model(dict given, Model* model) except -1:
-    """Fill in a model from numbers by name; what is not given is 0, and what may not be is refused."""
+    """Fill in a model from numbers by name, or else defaults. Raises ValueError for numbers out of range."""
     model.latency = given.get("latency", 0)
     model.answer = given.get("answer", 0)
     model.jitter = given.get("jitter", 0)
@@ -41,13 +41,13 @@ cdef int read_model(dict given, Model* model) except -1:
 
 @cython.no_gc_clear
 cdef class SimDevice(NativeDevice):
-    """A NIC: number `rail` of node `node`. `offsets`: its memory is addressed from 0, as some NICs have it."""
+    """NIC number `rail` of node `node`. With `offsets`, peers address its memory from 0, as with some real NICs."""
 
     def __cinit__(self):
         self.nic = NULL
 
     def __init__(self, World world, uint32_t node, uint32_t rail, dict model, bint offsets=False):
-        """Plug it in. Raises ValueError for numbers that are none."""
+        """Add the NIC to the network. Raises ValueError for a model with numbers out of range."""
         if self.nic != NULL:
             raise RuntimeError("this device is open already")
         world.usable()
@@ -65,7 +65,7 @@ cdef class SimDevice(NativeDevice):
             free(self.nic)
             self.nic = NULL
             raise
-        # What is under way names its NIC, so that belongs to the network and stays for as long as that does.
+        # Operations in flight point to their NIC, so the network owns the structure and keeps it until its own end.
         with nogil:
             pthread_mutex_lock(&world.net.lock)
             self.nic.next = world.net.nics
@@ -80,16 +80,16 @@ cdef class SimDevice(NativeDevice):
 
     @property
     def state(self) -> str:
-        """What has become of it: up, silent or broken."""
+        """The state of the NIC: up, silent or broken."""
         return {NIC_UP: "up", NIC_SILENT: "silent", NIC_BROKEN: "broken"}[self.nic.state]
 
     def change(self, str state, at=None, after=None) -> None:
-        """Make it up, silent or broken: now, `at` a time in nanoseconds, or `after` so many more events."""
+        """Make the NIC up, silent or broken: now, `at` a time in nanoseconds, or `after` that many more events."""
         states = {"up": NIC_UP, "silent": NIC_SILENT, "broken": NIC_BROKEN}
         self.world.plan_fault(self, states[state], -1, at, after)
 
     def slow(self, uint64_t ns, at=None, after=None) -> None:
-        """Have everything arrive so much later, from now or from then on."""
+        """Delay each arrival by `ns` nanoseconds: from now, from the time `at` on, or `after` that many more events."""
         self.world.plan_fault(self, 0, ns, at, after)
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> SimMemory:
@@ -104,14 +104,14 @@ cdef class SimDevice(NativeDevice):
         self.world.children -= 1
 
     def __dealloc__(self):
-        # Its native half is the network's.
+        # The network owns the native half.
         if self.opened and self.children == 0 and self.epoch == fork_epoch():
             self.world.children -= 1
 
 
 @cython.no_gc_clear
 cdef class SimMemory(Registration):
-    """A memory registration under a random key, which opens it on its own NIC alone."""
+    """A memory registration under a random key, which is valid on its own NIC only."""
 
     def __cinit__(self):
         self.memory = NULL
@@ -138,7 +138,7 @@ cdef class SimMemory(Registration):
         self.length = length
 
     def enlist(self) -> None:
-        """Draw a key that is free and enter the memory under it."""
+        """Draw an unused random key and enter the memory under it."""
         cdef Net* net = self.device.world.net
         cdef uint64_t key
         cdef bint taken = True

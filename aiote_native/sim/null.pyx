@@ -1,6 +1,6 @@
-"""An endpoint that ends every operation at once and moves nothing: what is left of a request's time is our own.
+"""An endpoint that completes every operation at once and moves no bytes, so a request takes only the engine's own time.
 
-Nothing arrives over it either, so it is for measuring who posts, and for no more.
+The peer receives nothing over it, so it can only measure the posting side.
 """
 
 from libc.errno cimport EAGAIN
@@ -11,7 +11,7 @@ from aiote_native.structs cimport Completion, OP_RECV, Post, RailOps, WorkReques
 
 
 cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
-    # Without the network's lock: nobody else touches the queue.
+    # The network's lock is not needed: only this endpoint's own operations use its ring.
     cdef SimEndpoint* self = <SimEndpoint*> impl
     cdef Completion* completion
     if args.opcode == OP_RECV:
@@ -26,7 +26,7 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
 
 
 cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
-    """Return what was posted last first, which no rail promises otherwise; the rest of each entry stays 0."""
+    """Return completions, the last posted first, because rails promise no order. The other fields of entries stay 0."""
     cdef SimEndpoint* self = <SimEndpoint*> impl
     cdef int got = 0
     while got < capacity and self.ring_count:
@@ -47,7 +47,7 @@ null_operations.arm = arm
 
 
 cdef class NullEndpoint(Endpoint):
-    """An open endpoint of a NIC that moves nothing."""
+    """An open endpoint of a NIC that moves no bytes."""
 
     def __init__(self, device):
         Endpoint.__init__(self, device)

@@ -1,7 +1,7 @@
 """An endpoint of the simulated network: posts, a completion queue of its own, and a descriptor to sleep on.
 
-Where time is virtual whoever moves it on lets things happen; else everybody does who polls, and the descriptor becomes
-readable when something is due.
+If time is virtual, the call that moves it on runs the events that are due. Else each `poll` and `arm` of an endpoint
+runs those of the whole network, and the descriptor becomes readable when an event is due.
 """
 
 cimport cython
@@ -56,7 +56,7 @@ cdef int post_receive(SimEndpoint* self, const Post* args, WorkRequest* wr) noex
 
 
 cdef bint registered(SimEndpoint* self, const Work* work, const Memory* memory) noexcept nogil:
-    """Whether this side's memory is what its descriptor says."""
+    """Return whether the local SGEs of a work lie within the memory that their descriptor names, on this NIC."""
     cdef uint64_t address
     cdef int i
     if work.length == 0:
@@ -108,7 +108,7 @@ cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcep
 
 
 cdef void describe(Work* work, const Post* args) noexcept nogil:
-    """Take what is asked for; messages have one SGE, and none at the target."""
+    """Copy the arguments of a post into a work. A message has one local SGE and no remote address."""
     cdef int i
     work.opcode = args.opcode
     work.sges[0].local = <uint8_t*> args.local
@@ -238,7 +238,7 @@ cdef int watched(int epoll_fd, int fd) except -1:
 
 @cython.no_gc_clear
 cdef class Endpoint(NativeEndpoint):
-    """An open endpoint: its address travels to the peer, the peer's is set by `connect`."""
+    """An open endpoint. The caller sends its `address` to the peer and gives the peer's to `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
@@ -248,7 +248,7 @@ cdef class Endpoint(NativeEndpoint):
         self.drop(self.device)
 
     def __init__(self, SimDevice device):
-        """Open. Raises StatusError where the NIC is broken."""
+        """Open an endpoint on a NIC. Raises StatusError if the NIC is broken."""
         cdef Net* net = device.world.net
         if self.impl != NULL or device.closed:
             raise RuntimeError("the endpoint is open already, or its device is closed")
@@ -286,7 +286,8 @@ cdef class Endpoint(NativeEndpoint):
         impl.event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         check(-errno if impl.event_fd < 0 else 0, "eventfd")
         impl.wait_fd = impl.event_fd
-        # What ends at once waits for no time; and the kernel lets a hundred epolls of three levels have one timer.
+        # A null endpoint does not wait for time, so it does not watch the timer. That matters because the kernel lets
+        # at most a hundred epoll descriptors, nested three deep, watch one timer.
         if not net.is_virtual and not model.null:
             impl.wait_fd = epoll_create1(EPOLL_CLOEXEC)
             check(-errno if impl.wait_fd < 0 else 0, "epoll_create1")
@@ -306,7 +307,7 @@ cdef class Endpoint(NativeEndpoint):
         return 0
 
     def connect(self, bytes address) -> None:
-        """Name the one peer endpoint that this one talks to. Raises ValueError for what is no address."""
+        """Set the one peer endpoint that this one talks to. Raises ValueError for a malformed address."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)

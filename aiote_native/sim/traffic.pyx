@@ -1,14 +1,14 @@
-"""What is on its way: planned when it is posted, then placed, delivered and completed, each at its time.
+"""The operations in flight: each is planned when it is posted, then placed, delivered and completed at its times.
 
-| stage    | what happens                                           | where the target cannot take it                |
-|----------|--------------------------------------------------------|------------------------------------------------|
-| place    | a piece of the payload goes into memory                | bad key or range: the initiator gets an error  |
-| deliver  | the immediate, or the message, is given to the target  | it waits in the target's queue                  |
-| complete | the initiator is told                                  |                                                |
+| stage    | effect                                                | if the target cannot take it                    |
+|----------|-------------------------------------------------------|-------------------------------------------------|
+| place    | a piece of the payload is copied into memory          | bad key or range: the initiator gets an error   |
+| deliver  | the target gets the immediate or the message          | the operation waits in the target's queue       |
+| complete | the initiator gets the completion                     |                                                 |
 
-All pieces are placed before the immediate is delivered, and that is before the completion. Nothing else is ordered. A
-stage whose NIC, or the other one, is silent is parked until that one is back. What a closed endpoint had under way is
-gone, but for what had left its NIC where the model says that the wire holds it.
+All pieces are placed before the immediate is delivered, and it is delivered before the completion. There is no other
+order. A stage is parked while its own NIC or the target's is silent. Closing an endpoint drops its operations in
+flight, except those that have left its NIC, if the model says that they arrive all the same (`lingers`).
 
 The caller holds the network's lock.
 """
@@ -29,7 +29,7 @@ from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_S
 
 
 cdef void plan_work(Net* net, Work* work) noexcept nogil:
-    """Decide when the payload will be where it goes; set out."""
+    """Decide when the payload arrives, and schedule the first stage."""
     cdef const Model* model = &work.nic.model
     cdef Nic* far = work.far if work.far != NULL else work.nic
     cdef uint64_t now = net_now(net)
@@ -47,7 +47,7 @@ cdef void plan_work(Net* net, Work* work) noexcept nogil:
 
 
 cdef void plan_arrival(Net* net, Work* work, uint64_t first, uint64_t last) noexcept nogil:
-    """Decide in how many pieces a payload arrives between two times, and in which order."""
+    """Decide in how many pieces a payload arrives between two times, and in which order; schedule the first piece."""
     cdef const Model* model = &work.nic.model
     cdef uint64_t most = model.pieces if model.pieces < work.length else work.length
     last += draw(net, model.jitter + 1)
@@ -59,14 +59,14 @@ cdef void plan_arrival(Net* net, Work* work, uint64_t first, uint64_t last) noex
 
 
 cdef void send_packet(Net* net, Work* work) noexcept nogil:
-    """Let a packet leave; with the last one, the payload is planned to arrive."""
+    """Send one packet; after the last packet, plan the arrival of the payload."""
     cdef uint64_t there = next_turn(net, work)
     if not work.in_turn:
         plan_arrival(net, work, net_now(net), there)
 
 
 cdef void plan_pieces(Net* net, Work* work, uint64_t first, uint64_t last) noexcept nogil:
-    """Draw the times of the pieces between two times, in order; the last piece takes the last one."""
+    """Draw the times of the pieces between two times, in order; the last piece arrives at the later one."""
     cdef uint64_t time
     cdef int i, j
     if work.pieces > MAX_PIECES:
@@ -82,7 +82,7 @@ cdef void plan_pieces(Net* net, Work* work, uint64_t first, uint64_t last) noexc
 
 
 cdef void after(Net* net, Work* work, uint64_t time) noexcept nogil:
-    """Have the next stage at so long from now, and what is drawn on top."""
+    """Schedule the next stage `time` nanoseconds from now, plus random jitter."""
     put(net, &work.item, net_now(net) + time + draw(net, work.nic.model.jitter + 1))
 
 
@@ -94,7 +94,7 @@ cdef void fail(Net* net, Work* work, int status) noexcept nogil:
 
 
 cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint64_t length, bint own) noexcept nogil:
-    """Report something to an endpoint's owner, and wake it. There is room: all that may come is counted before."""
+    """Report an entry to an endpoint's owner and wake it. The ring has room for all that may be outstanding."""
     cdef Completion completion
     memset(&completion, 0, sizeof(completion))
     completion.wr = wr
@@ -123,7 +123,7 @@ cdef void push_immediate(Net* net, SimEndpoint* endpoint, const Work* work) noex
 
 
 cdef void tell(Net* net, Report* report) noexcept nogil:
-    """Report an immediate that came a while ago, if its endpoint is still there."""
+    """Report an immediate that arrived a while ago, if its endpoint still exists."""
     cdef SimEndpoint* endpoint = find_endpoint(net, report.target)
     if endpoint != NULL:
         endpoint.arrivals -= 1
@@ -146,7 +146,7 @@ cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) n
 
 
 cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target) noexcept nogil:
-    """Return the memory that a work may use at its target, NULL where it has no right to."""
+    """Return the memory that a work addresses at its target, or NULL if it has no right to it."""
     cdef const Memory* memory = find_memory(net, work.key)
     cdef const Sge* sge
     cdef int i
@@ -171,7 +171,7 @@ cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept
 
 
 cdef void move(const Work* work, const Memory* memory, uint64_t low, uint64_t high) noexcept nogil:
-    """Copy the bytes from `low` to `high` of a payload, which is that of all its SGEs one after the other."""
+    """Copy the bytes from `low` to `high` of a payload, which consists of all its SGEs one after the other."""
     cdef const Sge* sge
     cdef uint8_t* near
     cdef uint8_t* there
@@ -219,7 +219,7 @@ cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
 
 
 cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
-    """Give the target an immediate or a message; False where it has no room for it."""
+    """Give the target an immediate or a message; return False if it has no room or no receive for it."""
     cdef Receive* receive
     if target.arrivals >= target.nic.model.events:
         return False
@@ -273,7 +273,7 @@ cdef void dequeue(Work* work, SimEndpoint* target) noexcept nogil:
 
 
 cdef void serve_queue(Net* net, SimEndpoint* endpoint) noexcept nogil:
-    """Deliver what waited for room, in the order of its coming; what waits for a receive keeps nobody else."""
+    """Deliver the queued operations, oldest first. A message that waits for a receive does not hold up the others."""
     cdef Work* work = endpoint.queue
     cdef Work* following
     while work != NULL:
@@ -297,7 +297,7 @@ cdef bint held(const Work* work) noexcept nogil:
 
 
 cdef void step(Net* net, Work* work) noexcept nogil:
-    """Do the next stage of one operation."""
+    """Run the next stage of one operation."""
     cdef SimEndpoint* target
     if held(work):
         work.parked = True
@@ -318,7 +318,7 @@ cdef void step(Net* net, Work* work) noexcept nogil:
 
 
 cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
-    """Take a work out of wherever it waits."""
+    """Remove a work from every place where it may wait."""
     cdef SimEndpoint* target
     take_out(net, &work.item)
     work.parked = False
@@ -350,7 +350,7 @@ cdef void free_work(Net* net, Work* work) noexcept nogil:
 
 
 cdef bint lingers(Net* net, Work* work) noexcept nogil:
-    """Let what has left the NIC go on without its endpoint; False where nothing has."""
+    """Detach a work that has left its NIC from its endpoint, so that it goes on; return False if it cannot go on."""
     cdef uint64_t done = 0
     cdef int i
     if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.queued:
@@ -369,7 +369,7 @@ cdef bint lingers(Net* net, Work* work) noexcept nogil:
 
 
 cdef void close_works(Net* net, SimEndpoint* endpoint) noexcept nogil:
-    """End what an endpoint has under way, and fail what waited at it; it is in no table any more."""
+    """Drop the operations in flight of an endpoint that has left the table, and fail those that wait at it."""
     cdef Work* work = endpoint.works
     cdef Work* following
     while work != NULL:
@@ -409,18 +409,18 @@ cdef void change_nic(Net* net, Nic* nic, int state) noexcept nogil:
 
 
 cdef void touched(Net* net, Nic* nic, Work* work) noexcept nogil:
-    """Let a change of a NIC be felt by one operation."""
+    """Apply a NIC's change of state to one operation: resume it or fail it."""
     if nic.state == NIC_UP and work.parked and not held(work):
         work.parked = False
         after(net, work, work.nic.model.answer)
     elif nic.state == NIC_BROKEN and (work.nic == nic or work.far == nic):
-        # Even what was delivered: its completion will not come, and whoever waits for it does not know.
+        # Even a delivered operation fails: its completion cannot come back, so the initiator cannot know.
         out_of_the_way(net, work)
         fail(net, work, -ENETDOWN if work.nic == nic else -EHOSTUNREACH)
 
 
 cdef void break_endpoint(SimEndpoint* endpoint) noexcept nogil:
-    """Give back the receives of an endpoint whose NIC broke; it stays of no use when that is back."""
+    """Fail the posted receives of an endpoint whose NIC broke. The endpoint stays broken when the NIC is up again."""
     cdef Receive* receive
     endpoint.broken = True
     while endpoint.receive_count:
@@ -440,7 +440,7 @@ cdef void apply(Net* net, Fault* fault) noexcept nogil:
 
 
 cdef void counted_faults(Net* net) noexcept nogil:
-    """Let those faults happen whose number of events has come."""
+    """Apply the faults whose count of events has been reached."""
     cdef Fault** place = &net.faults
     cdef Fault* fault
     while place[0] != NULL:
@@ -464,7 +464,7 @@ cdef void sound(Net* net, Alarm* alarm) noexcept nogil:
 
 
 cdef void run_due(Net* net, uint64_t until) noexcept nogil:
-    """Let everything happen that is due at a time, each thing at its own."""
+    """Run everything that is due up to a time, in order; virtual time moves along."""
     cdef Item* item
     while net.heap_count and net.heap[1].time <= until:
         item = net.heap[1]

@@ -1,9 +1,9 @@
-"""How long NICs are busy, and with what: one operation after the other, or a packet of each in turn.
+"""The times during which NICs are busy: with one operation after the other, or with a packet of each in turn.
 
-Where the model has no `packet`, a NIC sends a write as a whole, and both NICs' times are known when it is posted. With
-`packet` a NIC serves the writes that it was given in turns, a packet of each, as RDMA NICs serve their queue pairs; the
-other NIC takes packets in the order in which they leave. Messages and immediates take turns as well. A read is always
-sent as a whole.
+If the model has no `packet`, a NIC sends a write as a whole, and the times of both NICs are known when it is posted.
+With `packet`, a NIC sends one packet of each of its writes in turn, as RDMA NICs serve their queue pairs, and the other
+NIC receives packets in the order in which they leave. Messages and immediates take turns as well. A read is always sent
+as a whole.
 
 The caller holds the network's lock.
 """
@@ -15,7 +15,7 @@ from aiote_native.sim.net cimport Model, Net, Nic, Work, net_now, put
 
 
 cdef uint64_t service(const Model* model, uint64_t length) noexcept nogil:
-    """Nanoseconds that a NIC is busy with one operation."""
+    """Return for how many nanoseconds a NIC is busy with one operation."""
     cdef double own = <double> model.operation
     cdef double bytes_ = <double> length * model.per_byte
     if model.overlap <= 0:
@@ -37,7 +37,7 @@ cdef uint64_t send_through(Nic* nic, uint64_t ready, uint64_t length) noexcept n
 
 
 cdef uint64_t take_through(Nic* nic, uint64_t arrives, uint64_t length) noexcept nogil:
-    """Occupy a NIC's receiving side, which takes while the other sends; return when the last byte is in memory."""
+    """Occupy a NIC's receiving side, which receives while the other sends; return when the last byte is in memory."""
     cdef uint64_t wire = <uint64_t> (<double> length * nic.model.per_byte)
     cdef uint64_t there = later(arrives, nic.takes_free + wire)
     if wire:
@@ -46,12 +46,12 @@ cdef uint64_t take_through(Nic* nic, uint64_t arrives, uint64_t length) noexcept
 
 
 cdef uint64_t packet_of(const Work* work) noexcept nogil:
-    """Return the bytes of a write's next packet."""
+    """Return the length of a write's next packet in bytes."""
     return work.left if work.left < work.nic.model.packet else work.nic.model.packet
 
 
 cdef void set_out(Net* net, Work* work) noexcept nogil:
-    """Put the time at which the next packet will have left; the first one takes what the operation itself takes."""
+    """Schedule the end of sending the next packet. The first packet also takes the operation's own time."""
     cdef const Model* model = &work.nic.model
     cdef uint64_t takes = <uint64_t> (<double> packet_of(work) * model.per_byte)
     if work.left == work.length:
@@ -60,7 +60,7 @@ cdef void set_out(Net* net, Work* work) noexcept nogil:
 
 
 cdef void take_turns(Net* net, Work* work) noexcept nogil:
-    """Add a write behind those that a NIC sends."""
+    """Append a write to the writes that a NIC sends in turn."""
     cdef Nic* nic = work.nic
     work.left = work.length
     append(nic, work)
@@ -79,7 +79,7 @@ cdef void append(Nic* nic, Work* work) noexcept nogil:
 
 
 cdef uint64_t next_turn(Net* net, Work* work) noexcept nogil:
-    """Take a packet that has left a NIC as received; return when it is there. It is the next write's turn then."""
+    """Pass on a packet that has left its NIC, and start the next write's turn; return when the packet arrives."""
     cdef Nic* nic = work.nic
     cdef Nic* far = work.far if work.far != NULL else nic
     cdef uint64_t bytes_ = packet_of(work)
@@ -99,7 +99,7 @@ cdef uint64_t next_turn(Net* net, Work* work) noexcept nogil:
 
 
 cdef void leave_turns(Net* net, Work* work) noexcept nogil:
-    """Take a write out of its NIC's turns; where it was its own, the next one has it."""
+    """Remove a write from its NIC's turns. If it was its turn, the next write has it."""
     cdef Nic* nic = work.nic
     cdef Work* before = NULL
     cdef Work* other = nic.turns

@@ -1,4 +1,4 @@
-"""The simulated network as Python sees it: its time, its faults, and what happened in it."""
+"""The simulated network as Python sees it: its time, its faults, and the record of what happened."""
 
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
@@ -23,7 +23,7 @@ HAPPENINGS = ("post", "place", "deliver", "complete", "fail", "open", "close", "
 
 
 cdef void set_alarm(void* context, int fd, uint64_t ns) noexcept nogil:
-    """Have an engine's timer go off, in virtual time."""
+    """Set an engine's timer in virtual time: `fd` becomes readable in `ns` nanoseconds."""
     cdef Net* net = <Net*> context
     cdef Alarm* alarm
     forget_alarm(context, fd)
@@ -62,10 +62,10 @@ clock_operations.forget = forget_alarm
 
 
 cdef class World(Clock):
-    """A simulated network. `virtual`: its time stands still but for `advance`; else it is the system's.
+    """A simulated network. If it is `virtual`, only `advance` moves its time; else its time is the system's.
 
-    `remembered` of what happens is kept in full, and all of it goes into `digest`. One that is virtual is also the
-    clock of the cores on it.
+    The first `remembered` events are kept in full, and all events go into `digest`. A virtual network is also the clock
+    of the cores on it.
     """
 
     def __cinit__(self):
@@ -109,7 +109,7 @@ cdef class World(Clock):
 
     @property
     def clock(self) -> World | None:
-        """What a core on this network is given for a clock."""
+        """The clock for a core on this network: the network itself if its time is virtual, else None."""
         return self if self.net.is_virtual else None
 
     @property
@@ -119,21 +119,21 @@ cdef class World(Clock):
 
     @property
     def events(self) -> int:
-        """How many things have happened by themselves: stages of operations, faults, timers."""
+        """How many scheduled items have run: stages of operations, timed faults, timers, late reports."""
         return self.net.events
 
     @property
     def digest(self) -> int:
-        """64 bits over everything that happened; over its times as well where these are virtual."""
+        """A 64-bit hash of everything that happened; it includes the times where time is virtual."""
         return self.net.digest
 
     @property
     def under_way(self) -> int:
-        """How many things are due at some time."""
+        """How many items are scheduled."""
         return self.net.heap_count
 
     def next_time(self) -> int:
-        """Return when the next thing is due, in nanoseconds; -1 where nothing is."""
+        """Return the time of the next scheduled item in nanoseconds, or -1 if there is none."""
         cdef int64_t first
         with nogil:
             pthread_mutex_lock(&self.net.lock)
@@ -142,7 +142,7 @@ cdef class World(Clock):
         return first
 
     def advance(self, uint64_t until) -> None:
-        """Move virtual time on, and let happen what is due until then."""
+        """Move virtual time on to `until` nanoseconds, and run everything that is due up to then."""
         self.usable()
         with nogil:
             pthread_mutex_lock(&self.net.lock)
@@ -150,7 +150,10 @@ cdef class World(Clock):
             pthread_mutex_unlock(&self.net.lock)
 
     def plan_fault(self, SimDevice device, int state, int64_t slow, at, after) -> None:
-        """Change a NIC now, at a time, or after so many events."""
+        """Change a NIC now, `at` a time in nanoseconds, or `after` that many more events.
+
+        A negative `slow` changes its state to `state`; else `slow` nanoseconds are added to each arrival.
+        """
         cdef Fault* fault
         cdef bint timed = at is not None
         cdef bint counted = after is not None
@@ -185,7 +188,7 @@ cdef class World(Clock):
             pthread_mutex_unlock(&self.net.lock)
 
     def seen(self) -> list[tuple[int, str, int, int, int, int, int]]:
-        """Return what happened first: (time, what, node, rail, number, length, status), at most as much as is kept."""
+        """Return the first events, as many as are kept: (time, what, node, rail, number, length, status)."""
         cdef Seen* entry
         cdef uint64_t i, count
         with nogil:
@@ -193,7 +196,7 @@ cdef class World(Clock):
             count = self.net.seen_count
             pthread_mutex_unlock(&self.net.lock)
         found = []
-        # What was noted stays as it is: later things go behind it.
+        # Recorded entries never change, because later ones are appended; so the lock is not needed here.
         for i in range(count):
             entry = &self.net.seen[i]
             found.append((entry.time, HAPPENINGS[entry.kind], entry.node, entry.rail, entry.number, entry.length,
@@ -201,7 +204,10 @@ cdef class World(Clock):
         return found
 
     def close(self) -> None:
-        """End the network; what is on it must be closed before. Idempotent; nothing in a child of a fork."""
+        """Close the network. Its NICs must be closed first: raises RuntimeError while one is open.
+
+        Idempotent; does nothing in the child of a fork.
+        """
         if self.closed or self.epoch != fork_epoch():
             return
         if self.children:
@@ -239,7 +245,7 @@ cdef class World(Clock):
         free(net)
 
     def __dealloc__(self):
-        # Devices and endpoints hold the network, so nothing of theirs is left; in a fork's child it is left alone.
+        # Devices and endpoints keep a reference to the network, so they are gone by now. A fork's child frees nothing.
         if self.net != NULL and self.epoch == fork_epoch():
             self.free_net()
             self.net = NULL

@@ -1,1 +1,1 @@
-"""Rails of our own: what one side asks the other for, as frames on an ordered stream of bytes."""
+"""Rails with aiote's own protocol: requests and answers as frames on an ordered stream of bytes."""

@@ -1,10 +1,11 @@
-# Copying into a ring a page of the system at a time, while the next one is fetched: a processor's own prefetcher does
-# not go over a page's end. 1.1 times as fast where the pages come from memory (512 x 16K).
+# `aiote_copy_in` copies into a ring, one page of the system at a time, and prefetches the next page meanwhile, because
+# a processor's own prefetcher stops at the end of a page. It is 1.1 times as fast if the bytes come from memory (512 x
+# 16K).
 #
-# Copying out of a ring past the caches. What arrives is not read again soon (a cache of tokens goes to a GPU, or waits
-# its turn), while the ring and the sender's memory are: left in the caches, they are copied 1.2 to 1.9 times as fast
-# (64 x 16K and 64 x 64K). What stays is what is likely to be looked at next, of less than `streamed` bytes, or to be
-# in a cache as it is (`Stream.cached`).
+# `aiote_copy_out` copies out of a ring past the caches. The copied bytes are not read again soon (a cache of tokens
+# goes to a GPU, or waits its turn), while the ring and the sender's memory are. With these left in the caches, copying
+# is 1.2 to 1.9 times as fast (64 x 16K and 64 x 64K). Bytes go through the caches if they are fewer than `streamed`,
+# because they are likely to be read next, or if their memory is likely to be in a cache already (`Stream.cached`).
 cdef extern from *:
     """
     #include <stdint.h>
@@ -40,7 +41,7 @@ cdef extern from *:
             source += 4;
             line += 4;
         }
-        /* Such stores are in no order with others: a count must not be seen before what it counts. */
+        /* These stores are not ordered with others, and a count must not be visible before the bytes that it counts. */
         _mm_sfence();
         memcpy(line, source, length % 64);
     }

@@ -8,7 +8,7 @@ cdef extern from "<pthread.h>" nogil:
 cdef struct Giver:
     Registry* registry
     int listener
-    int asking           # the connection that is served; -1: none
+    int asking           # the connection being served; -1: none
     bint ended
     uint8_t[64] name
     pthread_t thread

@@ -1,7 +1,8 @@
-"""A thread that gives peers the descriptors of GPU memory that they were told of (cuda/segments.pyx).
+"""A thread that gives peers the file descriptors of exported GPU memory (cuda/segments.pyx).
 
-It sleeps until somebody asks, who has to be of this user and to know an export's token: only peers were told it, over
-their channel. A device has one from its first export of such memory until it is closed.
+The thread sleeps until a process connects. That process must be of the same user and must know an export's token, which
+only peers are told, over their channels. A device starts the thread with its first export of such memory, and ends it
+when the device is closed.
 """
 
 from libc.errno cimport EACCES, EAGAIN, errno
@@ -35,7 +36,7 @@ cdef enum:
 
 
 cdef Export* take_export(Giver* self, const AioteRequest* request) noexcept nogil:
-    """Find what a token names, and keep it: its owner frees nothing before it is let go."""
+    """Return the export with a request's token, or NULL; its owner does not free it before `leave_export`."""
     cdef Export* made
     pthread_mutex_lock(&self.registry.lock)
     made = self.registry.exports
@@ -50,7 +51,7 @@ cdef Export* take_export(Giver* self, const AioteRequest* request) noexcept nogi
 
 
 cdef void serve(Giver* self, int asking) noexcept nogil:
-    """Answer one who asks, until it has hung up."""
+    """Answer the requests of one connection until it ends."""
     cdef int[BATCH] descriptors
     cdef AioteRequest request
     cdef AioteBatch batch
@@ -73,7 +74,7 @@ cdef void serve(Giver* self, int asking) noexcept nogil:
 
 
 cdef bint attend(Giver* self, int asking) noexcept nogil:
-    """Say whom the thread serves, for who ends it; False where it is to end."""
+    """Record the connection being served, so that `stop_giving` can shut it; return False if the thread has to end."""
     cdef bint goes_on
     pthread_mutex_lock(&self.registry.lock)
     self.asking = asking
@@ -101,7 +102,7 @@ cdef void* run(void* argument) noexcept nogil:
 
 
 cdef Giver* start_giving(Registry* registry) except NULL:
-    """Begin to answer. Raises StatusError, and MemoryError."""
+    """Start the thread. Raises StatusError and MemoryError."""
     cdef bytes name = os.urandom(SOCKET_NAME // 2).hex().encode()
     cdef Giver* self = <Giver*> calloc(1, sizeof(Giver))
     cdef int code
@@ -123,7 +124,7 @@ cdef Giver* start_giving(Registry* registry) except NULL:
 
 
 cdef void stop_giving(Giver* self) noexcept:
-    """End the thread, whatever it waits for."""
+    """End the thread, even while it waits for a connection or a request, and free it."""
     with nogil:
         pthread_mutex_lock(&self.registry.lock)
         self.ended = True

@@ -1,6 +1,6 @@
-"""What is received for a GPU: it comes through pinned slots, each copied as soon as it is full.
+"""Receive bytes for a GPU: they come into pinned slots, and each slot is copied to the GPU as soon as it is full.
 
-The frame is over when its last copy is (receiving.pyx): until then it is neither counted nor acknowledged.
+A frame is over when its last copy is over (receiving.pyx). Until then the frame is neither counted nor acknowledged.
 """
 
 from libc.errno cimport EIO
@@ -12,7 +12,10 @@ from aiote_native.streams.stream cimport Frame
 
 
 cdef int list_slot(Stream* self, iovec* vectors) noexcept nogil:
-    """List the rest of a slot, and the next header behind a frame's last bytes; 0 while no slot is free."""
+    """List the rest of a slot and, after a frame's last bytes, the next header.
+
+    Return the number of vectors; 0 while no slot is free.
+    """
     cdef uint64_t room
     if self.slot < 0:
         self.slot = queue_take(&self.gpu.back)
@@ -31,7 +34,7 @@ cdef int list_slot(Stream* self, iovec* vectors) noexcept nogil:
 
 
 cdef int post_copies(Stream* self) noexcept nogil:
-    """Post the copies of a slot to its frame's places."""
+    """Post the copies of a slot to the places of its frame; return 0 or -EIO."""
     cdef uint8_t* source = slot_at(&self.gpu.back, self.slot)
     cdef uint64_t part
     cdef int code = queue_begin(&self.gpu.back)
@@ -52,7 +55,7 @@ cdef int post_copies(Stream* self) noexcept nogil:
 
 
 cdef void land(Stream* self, uint64_t bytes) noexcept nogil:
-    """Note what has come into the slot; one that is full, or has a frame's last bytes, is copied."""
+    """Record the bytes that came into the slot, and copy it if it is full or has the frame's last bytes."""
     self.filled += bytes
     if self.filled < SLOT_BYTES and self.left:
         return
@@ -63,7 +66,7 @@ cdef void land(Stream* self, uint64_t bytes) noexcept nogil:
 
 
 cdef void drop_slot(Stream* self) noexcept nogil:
-    """Let go of what came for memory that is closed now."""
+    """Give back the slot of a frame whose remaining bytes are discarded."""
     if self.gpu != NULL and self.slot >= 0:
         queue_give(&self.gpu.back, self.slot)
         self.slot = -1

@@ -1,10 +1,12 @@
-"""What is sent from a GPU to another process's by reference: that process copies the bytes, and nobody writes to its
-memory but itself, so keys, leases and closing hold as for any other write.
+"""Send bytes from a GPU to a GPU of another process by reference: the receiving process copies the bytes itself.
 
-The first frame toward a device tells the peer of the allocation that its bytes lie in, and waits until the peer has
-opened it, or cannot: then it is staged. Whose memory is given away keeps it until nobody has it any more: a write by
-reference is over when the peer has copied it, an answer when the peer says so, and an allocation without a registration
-is closed by all who have opened it before its owner hears that the last registration has ended.
+The receiving process alone writes to its memory, so keys, leases and closing hold as for any other write.
+
+Before the first frame toward a device, the sender tells the peer of the allocation that the bytes lie in. The frame
+waits until the peer has opened the allocation; if the peer cannot open it, the frame is staged. The owner keeps the
+memory until no peer uses it. A write by reference is over when the peer has copied the bytes, an answer when the peer
+says so. When the last registration in an allocation ends, every peer closes the allocation before the owner is told
+that the registration has ended.
 """
 
 from libc.errno cimport ENOMEM, EPROTO
@@ -18,8 +20,9 @@ from aiote_native.streams.stream cimport (
     find_memory, free_work, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
 
 cdef enum:
-    # Bytes that a peer has to copy before a cancellation is confirmed. With two frames at a time, as over the ring, an
-    # H200 copied 75 GiB/s: each waited for a copy, its end and its acknowledgement.
+    # Bytes in flight by reference, which the peer has to copy before a cancellation is confirmed. With two frames in
+    # flight, as over the ring, an H200 copied 75 GiB/s, because each frame waited for a copy, its end and its
+    # acknowledgement.
     LENT_WINDOW = 16 << 20
     UNSENT = 0
     ASKED = 1
@@ -29,14 +32,14 @@ cdef enum:
 
 
 cdef int device_of(const Work* work) noexcept nogil:
-    """The device at the peer that a frame's bytes go to; -1: memory of the host."""
+    """Return the peer's device that a frame's bytes go to, or -1 for host memory."""
     if work.frame.kind == FRAME_ANSWER:
         return <int> work.frame.imm - 1
     return <int> (work.frame.key >> DEVICE_SHIFT) - 1
 
 
 cdef void reply(Stream* self, int kind, uint64_t number, int status) noexcept nogil:
-    """Queue a frame of sharing that is nothing but its header. Without memory for it the stream breaks."""
+    """Queue a frame of sharing without a payload. If there is no memory for it, the stream breaks."""
     cdef Work* work = new_work(self)
     if work == NULL:
         self.broken = -ENOMEM
@@ -56,7 +59,7 @@ cdef Told* find_told(Stream* self, const Export* exported, int device) noexcept 
 
 
 cdef Told* tell(Stream* self, Export* exported, int device) noexcept nogil:
-    """Have the peer open an allocation on a device of its own; NULL where there is no memory to do it."""
+    """Queue a frame that asks the peer to open an allocation on one of its devices; return NULL if memory is short."""
     cdef Told* told = <Told*> calloc(1, sizeof(Told))
     cdef Work* work = new_work(self)
     if told == NULL or work == NULL:
@@ -83,7 +86,7 @@ cdef Told* tell(Stream* self, Export* exported, int device) noexcept nogil:
 
 
 cdef void refer(Stream* self, Work* work, const Told* told) noexcept nogil:
-    """Make a frame one by reference."""
+    """Turn a frame into a frame by reference."""
     cdef int i
     work.reference[0] = told.number
     for i in range(work.frame.iov_count):
@@ -99,7 +102,10 @@ cdef void refer(Stream* self, Work* work, const Told* told) noexcept nogil:
 
 
 cdef int lend(Stream* self, Work* work) noexcept nogil:
-    """Make a frame that is held one by reference: 1; 0 while the peer opens its memory; -1 where it is to be staged."""
+    """Turn a held frame into a frame by reference.
+
+    Return 1 if that is done, 0 while the peer opens the memory, and -1 if the frame has to be staged.
+    """
     cdef int device = device_of(work)
     cdef Told* told
     if work.frame.kind == FRAME_ANSWER:
@@ -107,7 +113,7 @@ cdef int lend(Stream* self, Work* work) noexcept nogil:
     if not self.shares or work.exported == NULL or device < 0 or self.lent_count >= STREAM_DEPTH:
         return -1
     if work.gpu.out.error:
-        return -1  # what is in memory of a device that broke nobody knows; to stage it fails
+        return -1  # the contents of a broken device's memory are unknown; staging the frame fails
     told = find_told(self, work.exported, device)
     if told == NULL:
         told = tell(self, work.exported, device)
@@ -120,7 +126,7 @@ cdef int lend(Stream* self, Work* work) noexcept nogil:
 
 
 cdef uint64_t lent_room(void* impl, const void* desc, uint64_t key) noexcept nogil:
-    """Return how many bytes may be under way by reference; 0 where the peer has not opened the memory."""
+    """Return how many bytes may be in flight by reference; 0 if the peer has not opened the memory."""
     cdef Stream* self = <Stream*> impl
     cdef const Memory* memory = <const Memory*> desc
     cdef Told* told
@@ -142,14 +148,14 @@ cdef Told* told_by_number(Stream* self, uint64_t number) noexcept nogil:
 
 
 cdef void note_told(Stream* self, uint64_t number) noexcept nogil:
-    """Note that the peer can answer: before that nobody lets go of what the frame is sent from."""
+    """Record that a FRAME_EXPORT was sent, so that the peer can answer. Until then, its handle must not be freed."""
     cdef Told* told = told_by_number(self, number)
     if told != NULL:
         told.state = ASKED
 
 
 cdef int note_opened(Stream* self, const Frame* frame) noexcept nogil:
-    """Note what became of an allocation that the peer was told of; -EPROTO where it was told of none such."""
+    """Record whether the peer has opened an allocation; return -EPROTO if the peer was not asked to open it."""
     cdef Told* told = told_by_number(self, frame.key)
     cdef uint64_t one = 1
     if told == NULL or told.state != ASKED:
@@ -159,7 +165,7 @@ cdef int note_opened(Stream* self, const Frame* frame) noexcept nogil:
         self.registry.refused = frame.status
         self.registry.refusals += 1
         write(self.registry.notify_fd, &one, sizeof(one))
-    # If the allocation has ended meanwhile, it is withdrawn now.
+    # The export may have ended meanwhile, so make the next poll look for ended exports.
     self.withdrawn = 0
     return 0
 
@@ -187,7 +193,7 @@ cdef void unlink_lent(Registry* registry, Work* work) noexcept nogil:
 
 
 cdef int note_pulled(Stream* self) noexcept nogil:
-    """Note that the bytes of our oldest answer by reference are ours again; -EPROTO where there is none."""
+    """Record that the peer has copied the oldest answer by reference; return -EPROTO if there is no such answer."""
     cdef Work* work = take_first(&self.lent)
     if work == NULL:
         return -EPROTO
@@ -198,7 +204,7 @@ cdef int note_pulled(Stream* self) noexcept nogil:
 
 
 cdef void withdraw_ended(Stream* self) noexcept nogil:
-    """Have the peer close what it has of allocations in which nothing of ours is registered any more."""
+    """Ask the peer to close the allocations in which no registration is left."""
     cdef Told** link = &self.told
     cdef Told* told
     if self.withdrawn == self.registry.withdrawn:
@@ -218,7 +224,7 @@ cdef void withdraw_ended(Stream* self) noexcept nogil:
 
 
 cdef bint is_lent(const Registry* registry, const Memory* memory) noexcept nogil:
-    """Whether a peer may still be copying out of some memory."""
+    """Return whether a peer may still be copying out of some memory."""
     cdef const Work* work = registry.lent
     cdef int i
     while work != NULL:
@@ -231,7 +237,7 @@ cdef bint is_lent(const Registry* registry, const Memory* memory) noexcept nogil
 
 
 cdef void end_export(Registry* registry, Export* exported) noexcept nogil:
-    """Let go of an export that nobody uses or knows any more."""
+    """Free an export if no registration and no peer uses it any more."""
     cdef Export** link = &registry.exports
     if exported.holds or exported.known:
         return
@@ -244,19 +250,19 @@ cdef void end_export(Registry* registry, Export* exported) noexcept nogil:
 
 
 cdef void leave_export(Registry* registry, Export* exported) noexcept nogil:
-    """Note that one channel's peer has it no longer."""
+    """Record that one channel's peer, or the thread that gives descriptors, does not use an export any more."""
     exported.known -= 1
     end_export(registry, exported)
 
 
 cdef void let_go(Registry* registry, Export* exported) noexcept nogil:
-    """Note that a registration in it, which has ended, is gone."""
+    """Record that a registration in an export is closed."""
     exported.holds -= 1
     end_export(registry, exported)
 
 
 cdef void leave_lent(Stream* self) noexcept nogil:
-    """Forget what was given away over a stream that is shut. The registry's lock is held."""
+    """Drop everything that was lent over a stream that is shut. The caller holds the registry's lock."""
     cdef Work** link = &self.registry.lent
     cdef Told* told = self.told
     cdef Told* following

@@ -12,7 +12,7 @@ cdef class StreamDevice(NativeDevice):
     cdef dict gpus
     cdef int notify_fd
     cdef Giver* giver
-    cdef uint64_t told       # refusals that `events` has told of
+    cdef uint64_t told       # refusals that `events` has reported
     cdef int give(self, Export* made) except -1
     cdef void stop_threads(self) noexcept
     cdef void close_descriptor(self) noexcept
@@ -21,7 +21,7 @@ cdef class StreamMemory(Registration):
     cdef StreamDevice device
     cdef Memory* memory
     cdef Gpu gpu
-    cdef uint32_t last_out   # numbers of the copies before the end of the key
+    cdef uint32_t last_out   # the numbers behind the last copies that were posted before the key ended
     cdef uint32_t last_back
     cdef int export(self) except -1
     cdef bint is_shared(self) noexcept

@@ -1,4 +1,4 @@
-"""A device of streams: nothing but the memory that its peers may reach, and under which keys."""
+"""A device of streams: it consists only of the memory that its peers may reach, and the keys of that memory."""
 
 cimport cython
 from libc.errno cimport errno
@@ -30,16 +30,16 @@ cdef extern from "<sys/eventfd.h>" nogil:
     const int EFD_CLOEXEC, EFD_NONBLOCK
 
 cdef enum:
-    # Bytes on their way at once, which have to be copied before a cancellation is confirmed: with 4 MiB half a
-    # millisecond more over TCP, with 1 MiB no less than with these, and no transfer is faster.
+    # Bytes in flight at once, which have to be copied before a cancellation is confirmed. With 4 MiB a cancellation
+    # takes half a millisecond longer over TCP, with 1 MiB it takes no less time, and neither makes a transfer faster.
     WINDOW = 2 << 20
-    LARGEST = WINDOW // 2  # of one frame: while one is copied the next one is there
+    LARGEST = WINDOW // 2  # bytes of one frame: the next one is there while one is copied
 
 cdef str NOT_SHARED = "sharing is switched off, or the rail reaches other hosts"
 
 
 cdef class StreamDevice(NativeDevice):
-    """The memory of one rail. With `shares` processes of this host open GPU memory of each other's."""
+    """The memory of one rail. With `shares`, processes of this host open each other's GPU memory."""
 
     def __cinit__(self):
         self.registry = NULL
@@ -69,7 +69,10 @@ cdef class StreamDevice(NativeDevice):
         return StreamMemory(self, address, length, writable, access)
 
     def register_gpu(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> StreamMemory:
-        """Register memory of a GPU, whose bytes go through pinned memory. Raises StatusError as the driver does."""
+        """Register memory of a GPU; its bytes go through pinned memory, or by reference.
+
+        Raises StatusError with the driver's error.
+        """
         cdef int number = ordinal_at(address)
         cdef Gpu gpu
         if number not in self.gpus:
@@ -92,7 +95,10 @@ cdef class StreamDevice(NativeDevice):
         return self.notify_fd
 
     def events(self) -> list[tuple[str, int]]:
-        """Take how often peers could not open what is shared with them, and for which of the driver's codes."""
+        """Return ("unshared", code) if peers have failed to open exports since the last call.
+
+        The code is that of the last failure: the driver's, or -errno.
+        """
         cdef uint64_t value, refusals
         if self.registry == NULL or self.notify_fd < 0:
             return []
@@ -119,7 +125,10 @@ cdef class StreamDevice(NativeDevice):
         self.close_descriptor()
 
     cdef int give(self, Export* made) except -1:
-        """Have peers get the descriptors of an export's segments. Raises StatusError."""
+        """Let peers get the descriptors of an export's segments; start the thread for that if needed.
+
+        Raises StatusError and MemoryError.
+        """
         if self.giver == NULL:
             self.giver = start_giving(self.registry)
         memcpy(made.handle.bytes, self.giver.name, SOCKET_NAME)
@@ -136,7 +145,7 @@ cdef class StreamDevice(NativeDevice):
             self.notify_fd = -1
 
     def __dealloc__(self):
-        # What a channel still has of it, whose engine was never closed, uses this memory.
+        # If an engine was never closed, its channels still use the registry, so it is not freed then.
         if self.children == 0 and self.epoch == fork_epoch():
             self.stop_threads()
             free(self.registry)
@@ -144,14 +153,14 @@ cdef class StreamDevice(NativeDevice):
 
 
 cdef bint is_same(const Export* one, const Export* other) noexcept nogil:
-    """Whether what is exported already, and used, is what an export is of."""
+    """Return whether an earlier export is in use and of the same memory as a new one."""
     return (one.uses != 0 and one.base == other.base and one.buffer == other.buffer
             and one.handle.size == other.handle.size)
 
 
 @cython.no_gc_clear
 cdef class StreamMemory(Registration):
-    """A memory registration under a random key, which nobody can guess."""
+    """A memory registration under a random key, which peers cannot guess."""
 
     def __cinit__(self):
         self.memory = NULL
@@ -189,13 +198,13 @@ cdef class StreamMemory(Registration):
         return error_of(self.gpu.error) if self.gpu is not None and self.gpu.error else ""
 
     cdef int export(self) except -1:
-        """Find what other processes are to open, or why there is nothing."""
+        """Find or make the export that other processes open, or record in `unshared` why there cannot be one."""
         cdef Registry* registry = self.device.registry
         cdef Export* made = NULL
         cdef Export* same
         self.unshared = NOT_SHARED
         if registry.shares:
-            find_functions()  # for what peers share, even if this memory is not
+            find_functions()  # needed to open the peers' exports, even if this memory cannot be exported
         if not registry.shares or self.memory.length == 0:
             return 0
         made = <Export*> calloc(1, sizeof(Export))
@@ -231,7 +240,7 @@ cdef class StreamMemory(Registration):
         return 0
 
     def enlist(self) -> None:
-        """Draw a key that is free and enter the memory under it; its highest bits say where the memory is."""
+        """Draw an unused random key and enter the memory under it; its highest bits tell the memory's device."""
         cdef Registry* registry = self.device.registry
         cdef uint64_t key
         cdef bint taken = True
@@ -248,7 +257,10 @@ cdef class StreamMemory(Registration):
                 pthread_mutex_unlock(&registry.lock)
 
     def bind(self, bytes holder) -> None:
-        """Have the key serve the peer of that name alone. Raises ValueError for what is none."""
+        """Make the key serve only the peer of that name.
+
+        Raises ValueError for a malformed name, and RuntimeError after the end of the registration.
+        """
         cdef const char* name = holder
         checked(holder)
         if self.memory == NULL:
@@ -271,7 +283,7 @@ cdef class StreamMemory(Registration):
                 or queue_state(&self.memory.gpu.back, self.last_back) == 0)
 
     cdef bint is_shared(self) noexcept:
-        """Whether peers copy from it, or have its allocation open in which nothing else is registered any more."""
+        """Return whether peers copy from the memory, or have its allocation open after its last registration ended."""
         cdef Registry* registry = self.device.registry
         cdef bint shared
         with nogil:
@@ -282,17 +294,17 @@ cdef class StreamMemory(Registration):
         return shared
 
     def close(self) -> None:
-        """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
+        """End the registration. After this returns, no peer's bytes go to the memory any more. Idempotent."""
         self.drop()
 
     def __dealloc__(self):
         self.drop()
 
     cdef void unlist(self) noexcept:
-        """Take the key out of the table, if it is there."""
+        """Remove the key from the table, if it is there."""
         cdef Registry* registry = self.device.registry
         cdef Memory** link
-        # A native thread holds the lock for as long as one call copies, some twenty microseconds.
+        # Wait without the GIL: a native thread holds the lock while one call copies, some twenty microseconds.
         with nogil:
             pthread_mutex_lock(&registry.lock)
             link = &registry.table[self.memory.key % BUCKETS]
@@ -314,7 +326,7 @@ cdef class StreamMemory(Registration):
             return
         self.unlist()
         if self.gpu is not None:
-            # What was posted while the key was good is over before the memory is its owner's again.
+            # The copies posted while the key was valid have to end before the owner may use the memory again.
             with nogil:
                 queue_wait(&self.memory.gpu.out, self.last_out)
                 queue_wait(&self.memory.gpu.back, self.last_back)
@@ -341,7 +353,7 @@ cdef bint stream_disconnect(void* impl) noexcept nogil:
 
 
 cdef void share_operations(RailOps* operations):
-    """Set those operations that are the same over all wires."""
+    """Set the operations that are the same over all wires."""
     operations.post = stream_post
     operations.flush = stream_flush
     operations.poll = stream_poll
@@ -351,19 +363,19 @@ cdef void share_operations(RailOps* operations):
 
 @cython.no_gc_clear
 cdef class StreamEndpoint(NativeEndpoint):
-    """What the endpoints of all wires have in common. A base class: each kind has its own native half."""
+    """The common part of the endpoints of all wires. A base class: each kind has its own native half."""
 
     def __dealloc__(self):
         self.drop(self.device)
 
     cdef int usable(self, StreamDevice device) except -1:
-        """Check that one may be opened on a device."""
+        """Raise RuntimeError unless the endpoint may be opened on a device."""
         if self.impl_slot()[0] != NULL or device.closed:
             raise RuntimeError("the endpoint is open already, or its device is closed")
         return check_process(device.epoch)
 
     cdef void begin(self, StreamDevice device, Stream* stream, const Wire* wire, const RailOps* ops):
-        """Be an endpoint of a device, over a wire."""
+        """Set up the endpoint on a device, over a wire."""
         self.device = device
         device.children += 1
         self.ops = ops
@@ -376,7 +388,10 @@ cdef class StreamEndpoint(NativeEndpoint):
         stream.shares = device.shares
 
     def name(self, bytes peer) -> None:
-        """Say whose the other end is, before the endpoint is handed over. Raises ValueError for no name."""
+        """Set the peer's name, before the endpoint is handed to a channel.
+
+        Raises ValueError for a malformed name, and RuntimeError after the endpoint was closed or handed over.
+        """
         cdef Stream* stream = <Stream*> self.impl_slot()[0]
         checked(peer)
         if stream == NULL:

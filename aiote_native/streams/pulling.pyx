@@ -1,8 +1,8 @@
-"""What comes by reference from another process's GPU memory (lending.pyx): it is copied from there, by a queue of ours.
+"""Receive bytes by reference: copy them out of another process's GPU memory (lending.pyx), on a local queue of copies.
 
-A reference is no more than a number that a peer says. What it names is looked up among what this peer has given us, its
-offsets are compared with the size that the driver tells, and where the bytes go is checked like any write's, at the
-moment at which the copies are posted. A write is counted, and an answer given back, when its copies are over.
+A reference is only a number that a peer states, so it is not trusted. When the copies are posted, the receiver looks up
+the number among the allocations that this peer has exported, compares the offsets with the size that the driver tells,
+and checks the destination as for any write. A write is counted, and an answer is given back, when its copies are over.
 """
 
 from libc.errno cimport EACCES, EINVAL, ENODEV, ENOSPC, EPERM, EPROTO
@@ -27,13 +27,13 @@ cdef extern from * nogil:
 cdef enum:
     MOST_IMPORTS = 4096
     MOST_REPLIES = 2 * MOST_IMPORTS
-    # Groups of copies under way on one queue, of at most MAX_SGE each: a driver's queue that is full (256 are said)
-    # would block whoever posts more.
+    # Groups of copies in flight on one queue, of at most MAX_SGE copies each. Posting to a full queue of the driver
+    # would block; such a queue is said to hold 256 copies.
     MOST_GROUPS = 48
 
 
 cdef bint is_full(const Stream* self, const Frame* frame) noexcept nogil:
-    """Whether what comes by reference has to wait until copies before it are over."""
+    """Return whether a frame by reference has to wait until earlier copies are over."""
     cdef const Memory* memory
     cdef const GpuQueues* gpu
     if frame.kind == FRAME_LENT:
@@ -45,7 +45,7 @@ cdef bint is_full(const Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef int open_reference(Stream* self, const Frame* frame) noexcept nogil:
-    """Have a reference come to its place; -EPROTO for one that nobody asked for."""
+    """Receive a reference into its place; return -EPROTO without sharing, or for an answer that no read asked for."""
     cdef const Work* asked = self.unread.head
     if not self.shares or frame.iov_count == 0:
         return -EPROTO
@@ -68,7 +68,7 @@ cdef Import* find_import(const Stream* self, uint64_t number) noexcept nogil:
 
 
 cdef int pull(Stream* self, GpuQueues* gpu, const Frame* frame, uint8_t** local) noexcept nogil:
-    """Post the copies of a reference: 0, or -errno and there are none, or -EIO and there are some."""
+    """Post the copies of a reference; return 0 or a negative error number. With -EIO some copies may be in flight."""
     cdef Import* shared = find_import(self, self.reference[0])
     cdef const uint64_t* offset = &self.reference[1]
     cdef int code = 0
@@ -83,7 +83,7 @@ cdef int pull(Stream* self, GpuQueues* gpu, const Frame* frame, uint8_t** local)
     if code:
         return code
     if self.pulling != NULL:
-        # Before the first copy, and within the gate: who shuts it knows then what he has to wait for.
+        # Set before the first copy and within the gate, so that the peer knows what to wait for when it shuts the gate.
         aiote_say(self.pulling, 1)
     for i in range(frame.iov_count):
         if code == 0 and frame.iov[i].length:
@@ -93,7 +93,7 @@ cdef int pull(Stream* self, GpuQueues* gpu, const Frame* frame, uint8_t** local)
 
 
 cdef void pull_write(Stream* self, const Frame* frame) noexcept nogil:
-    """Copy what a peer's write refers to into memory that its key opens; `status` says why not."""
+    """Copy the bytes of a peer's write by reference into memory that its key opens; `status` tells of a failure."""
     cdef uint8_t* local[MAX_SGE]
     cdef const Memory* memory
     cdef int i
@@ -113,14 +113,17 @@ cdef void pull_write(Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef void pull_answer(Stream* self, Work* asked) noexcept nogil:
-    """Copy what the answer to a read of ours refers to; the read ends behind it, and then gives it back."""
+    """Copy the bytes of an answer by reference; the read ends after the copies, and then gives the bytes back."""
     asked.status = pull(self, asked.gpu, &asked.frame, asked.local)
     asked.copied = asked.pulled = True
     asked.number = asked.gpu.back.posted
 
 
 cdef int take_export(Stream* self, const Frame* frame) noexcept nogil:
-    """Begin to open what a peer has told of, or say why not; -EPROTO for a number that is in use."""
+    """Queue the opening of a peer's export, or reply why it cannot be opened.
+
+    Return -EPROTO for a number that is in use, or if the peer leaves too many replies unread.
+    """
     cdef Import* shared
     if find_import(self, frame.key) != NULL or self.replies >= MOST_REPLIES:
         return -EPROTO
@@ -146,7 +149,10 @@ cdef int take_export(Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef int take_forget(Stream* self, const Frame* frame) noexcept nogil:
-    """Begin to close what the peer wants back; -EPROTO for what it has not given, or does twice."""
+    """Queue the closing of an import that the peer wants back.
+
+    Return -EPROTO for an import that is not open or is being closed, or if the peer leaves too many replies unread.
+    """
     cdef Import* shared = find_import(self, frame.key)
     if shared == NULL or shared.forgotten or import_state(shared) != OPEN or self.replies >= MOST_REPLIES:
         return -EPROTO
@@ -171,7 +177,7 @@ cdef void end_moving(Stream* self, Import* shared, int kind, int status) noexcep
 
 
 cdef void begin_moving(Stream* self) noexcept nogil:
-    """Have the next one opened or closed; one at a time, so that no peer has us start many threads."""
+    """Open or close the next import; one at a time, so that a peer cannot make this side start many threads."""
     cdef Import* shared = self.imports
     cdef int state
     while shared != NULL and self.opener == NULL:
@@ -186,7 +192,7 @@ cdef void begin_moving(Stream* self) noexcept nogil:
 
 
 cdef void move_imports(Stream* self) noexcept nogil:
-    """Go on with what is opened and closed, and tell the peer of what was."""
+    """Go on opening and closing imports, and tell the peer of each result."""
     cdef Import* shared = self.opener
     cdef int state
     if self.moving == 0:
@@ -208,7 +214,7 @@ cdef void move_imports(Stream* self) noexcept nogil:
 
 
 cdef void note_pulls(Stream* self) noexcept nogil:
-    """Tell the peer when no copy out of its memory is under way any more."""
+    """Tell the peer when no copy out of its memory is in flight any more."""
     cdef const Import* shared = self.imports
     if self.pulling == NULL or self.pulling[0] == 0:
         return
@@ -220,7 +226,7 @@ cdef void note_pulls(Stream* self) noexcept nogil:
 
 
 cdef void leave_imports(Stream* self) noexcept nogil:
-    """Close what is open over a stream that is shut. The registry's lock is held."""
+    """Close the imports of a stream that is shut. The caller holds the registry's lock."""
     cdef Import* shared = self.imports
     cdef Import* following
     self.imports = self.opener = NULL

@@ -1,8 +1,8 @@
-"""The receiving half of a stream: frames are checked, their bytes go where they belong, and what is over is told.
+"""The receiving half of a stream: it checks frames, puts their bytes into place, and reports requests that are over.
 
-Nothing that a peer says is believed. A header is copied before it is looked at, a write goes nowhere but into memory
-that its key opens, which is looked up again whenever a registration has ended since; and what is refused is read and
-dropped, so that what follows it is served. What is no frame breaks the stream.
+The values that a peer sends are not trusted. A header is copied before it is read. A write goes only into memory that
+its key opens, and the key is looked up again whenever a registration has ended meanwhile. The bytes of a refused frame
+are read and dropped, so that the next frames are served. A malformed frame breaks the stream.
 """
 
 from libc.errno cimport EACCES, EIO, EMFILE, EMSGSIZE, ENFILE, ENOBUFS, ENOMEM, EPROTO
@@ -24,18 +24,18 @@ from aiote_native.streams.stream cimport (
 from aiote_native.structs cimport MAX_SGE, MAX_PARTS, WorkRequest
 
 cdef enum:
-    # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
+    # Bytes of one call: at 15 GB/s they take a fiftieth of a millisecond, and then the event loop may have its turn.
     BUDGET = 256 * 1024
     DROPPED = 16384
-    # A quarter of the cache that the cores of a server's processor share: memory that is longer is not expected there.
-    # Into 2 and 8 MiB pages were copied 2 times as fast by ordinary stores, into 16 MiB no faster (docs/streams.md).
+    # A quarter of the cache that the cores of a server's processor share; longer memory is not expected in that cache.
+    # Ordinary stores copied pages into 2 and 8 MiB 2 times as fast, into 16 MiB no faster (docs/streams.md).
     CACHED = 8 * 1024 * 1024
 
 cdef uint8_t[DROPPED] dropped
 
 
 cdef bint is_frame(const Frame* frame) noexcept nogil:
-    """Whether a header is one that a peer could have sent at any time."""
+    """Return whether a header is well formed, whatever came before it."""
     cdef uint64_t sum = 0
     cdef uint16_t i
     if not FRAME_WRITE <= frame.kind <= FRAME_FORGOTTEN or frame.iov_count > MAX_SGE or frame.counts_for > MAX_PARTS:
@@ -50,7 +50,7 @@ cdef bint is_frame(const Frame* frame) noexcept nogil:
 
 
 cdef void begin_landing(Stream* self, GpuQueues* gpu) noexcept nogil:
-    """Have what follows go to a GPU, if there is one."""
+    """Direct the payload to a GPU; NULL: to the host."""
     self.gpu = gpu
     self.slot = -1
     if gpu != NULL:
@@ -58,7 +58,7 @@ cdef void begin_landing(Stream* self, GpuQueues* gpu) noexcept nogil:
 
 
 cdef void open_write(Stream* self, const Frame* frame) noexcept nogil:
-    """Have what follows go to the iov of a write; dropped where they are not open to the peer."""
+    """Direct the payload to the iov of a write; drop it if the iov is not open to the peer."""
     cdef const Memory* memory
     cdef uint16_t i
     self.epoch = self.registry.epoch
@@ -89,7 +89,7 @@ cdef int open_answer(Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef int open_message(Stream* self, const Frame* frame) noexcept nogil:
-    """Take the oldest receive: 1 where none was posted yet."""
+    """Direct the payload to the oldest receive; return 0, or 1 if there is no receive yet."""
     cdef Work* receive = take_first(&self.receives)
     if receive == NULL:
         return 1
@@ -115,7 +115,7 @@ cdef int open_export(Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef int open_frame(Stream* self) noexcept nogil:
-    """Find out where the bytes of a frame go: 0, 1 where it has to wait, or -errno for what is no frame of a peer's."""
+    """Decide where a frame's payload goes; return 0, 1 if the frame has to wait, or -errno for an invalid frame."""
     cdef const Frame* frame = &self.heads[self.head]
     cdef int code = 0
     if not is_frame(frame) or frame.done < self.confirmed or frame.done > self.sent:
@@ -142,10 +142,10 @@ cdef int open_frame(Stream* self) noexcept nogil:
 
 
 cdef int refuse(Stream* self, int status) noexcept nogil:
-    """Tell the peer that the request that was just over did not end well.
+    """Tell the peer that its request that is now over has failed.
 
-    No peer has more than STREAM_DEPTH requests of which it was not told that they are over: one that floods us with
-    bad ones and takes no answer is broken.
+    A peer has at most STREAM_DEPTH unacknowledged requests. If it sends more bad requests without reading the answers,
+    return -EPROTO, which breaks the stream.
     """
     cdef Work* work
     if self.refusals >= STREAM_DEPTH:
@@ -162,7 +162,7 @@ cdef int refuse(Stream* self, int status) noexcept nogil:
 
 
 cdef int answer(Stream* self, const Frame* frame) noexcept nogil:
-    """Queue the bytes that were asked for, if they are open to the peer, and what ends the read."""
+    """Queue the bytes that a read asks for, if they are open to the peer, and the end of the read."""
     cdef bint good = is_open(self, frame, False)
     cdef Work* work
     cdef Work* trailer = new_work(self)
@@ -207,7 +207,7 @@ cdef void end_read(Stream* self, Work* asked, int status, Completion* out) noexc
 
 cdef void deliver(
         Stream* self, const Frame* frame, WorkRequest* wr, int status, Completion* out, int* got) noexcept nogil:
-    """Tell of a write or a message of the peer's, whose bytes are all in memory or were dropped."""
+    """Report a write or a message of the peer, whose bytes are all in memory or were dropped."""
     out.status = status
     out.provider_errno = 0
     out.length = frame.length
@@ -224,14 +224,14 @@ cdef void deliver(
 
 
 cdef int acknowledge(Stream* self, int status) noexcept nogil:
-    """Have the peer know that its oldest request is over."""
+    """Acknowledge the peer's oldest request, which is over."""
     self.received += 1
     return refuse(self, status) if status else 0
 
 
 cdef int defer(Stream* self, Work* work, int status) noexcept nogil:
-    """Have the end of a request wait for its copies; or that of a peer's be told behind such ones: requests are
-    acknowledged in their order. No peer has more than STREAM_DEPTH that were not acknowledged.
+    """Make a request's end wait for its copies, or for earlier requests, because acknowledgements are in order. Return
+    -EPROTO if a peer exceeds its STREAM_DEPTH unacknowledged requests.
     """
     if self.landings >= 2 * STREAM_DEPTH:
         return -EPROTO
@@ -250,7 +250,7 @@ cdef int defer(Stream* self, Work* work, int status) noexcept nogil:
 
 
 cdef int settle(Stream* self, Completion* out, int capacity, int* got) noexcept nogil:
-    """End the requests whose copies are over, and tell of those behind them; -errno where that cannot be done."""
+    """End the requests whose copies are over, and those that wait behind them; return 0 or -errno."""
     cdef Work* work
     cdef int state
     cdef int code = 0
@@ -276,7 +276,7 @@ cdef int settle(Stream* self, Completion* out, int capacity, int* got) noexcept 
 
 
 cdef int end_bytes(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
-    """End a write or a message of the peer's, behind its copies where there are some."""
+    """End a write or a message of the peer, after its copies if there are some."""
     cdef WorkRequest* wr = self.receiving
     self.receiving = NULL
     if self.gpu != NULL:
@@ -286,7 +286,7 @@ cdef int end_bytes(Stream* self, const Frame* frame, Completion* out, int* got) 
 
 
 cdef int end_answer(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
-    """End the oldest of our reads, behind its copies where there are some; -EPROTO where there is none."""
+    """End the oldest local read, after its copies if there are some; return -EPROTO if there is no read."""
     cdef Work* asked = take_first(&self.unread)
     if asked == NULL:
         return -EPROTO
@@ -299,7 +299,7 @@ cdef int end_answer(Stream* self, const Frame* frame, Completion* out, int* got)
 
 
 cdef void note_answer(Stream* self) noexcept nogil:
-    """Have the read whose bytes have come end behind their copies."""
+    """Make a read, whose bytes have come, end after their copies to the GPU."""
     if self.gpu != NULL:
         self.unread.head.copied = True
         self.unread.head.number = self.number
@@ -307,7 +307,7 @@ cdef void note_answer(Stream* self) noexcept nogil:
 
 
 cdef int finish_sharing(Stream* self, const Frame* frame) noexcept nogil:
-    """End a frame of shared memory; -EPROTO where it comes out of turn."""
+    """End a frame of shared memory; return -EPROTO if it comes out of order."""
     if frame.kind == FRAME_LENT:
         pull_answer(self, self.unread.head)
     elif frame.kind == FRAME_EXPORT:
@@ -324,7 +324,7 @@ cdef int finish_sharing(Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
-    """End the frame under way, with at most one completion; -errno where it comes out of turn."""
+    """End the current frame, with at most one completion; return -errno if it comes out of order."""
     cdef Frame* frame = &self.heads[self.head]
     cdef int code = 0
     if frame.kind == FRAME_LEND:
@@ -356,7 +356,7 @@ cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
 
 
 cdef int report_confirmed(Stream* self, Completion* out, int capacity) noexcept nogil:
-    """Report the writes and sends of which the peer has said that they are over, and those that were never sent."""
+    """Report the writes and sends that the peer has acknowledged, and those never sent; return how many."""
     cdef Work* work
     cdef int got = 0
     while got < capacity and self.unsent.head != NULL:
@@ -377,7 +377,7 @@ cdef int report_confirmed(Stream* self, Completion* out, int capacity) noexcept 
 
 
 cdef int list_iov(Stream* self, iovec* vectors) noexcept nogil:
-    """List where what comes next goes: the rest of the header; or the rest of its bytes, and the header after that."""
+    """List the places of the next bytes: the rest of the header; or the rest of the payload, and the next header."""
     cdef Frame* head = &self.heads[self.head]
     cdef int count = 0
     cdef int i
@@ -409,7 +409,7 @@ cdef int list_iov(Stream* self, iovec* vectors) noexcept nogil:
 
 
 cdef void advance_received(Stream* self, uint64_t bytes) noexcept nogil:
-    """Note what the wire has brought to the iov that was listed."""
+    """Record the bytes that the wire has put into the listed vectors."""
     cdef uint64_t part
     if not self.opened:
         self.head_got += <uint32_t> bytes
@@ -431,7 +431,7 @@ cdef void advance_received(Stream* self, uint64_t bytes) noexcept nogil:
 
 
 cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept nogil:
-    """Do the next thing: 1, 0 where there is nothing to be done now, or -errno."""
+    """Do the next step; return 1, 0 if no step is possible now, or -errno."""
     cdef iovec vectors[MAX_SGE + 1]
     cdef long bytes
     cdef int code, count
@@ -462,7 +462,7 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
     move_imports(self)
     withdraw_ended(self)
     if not self.eager:
-        # Not after: who is told now may have something to say, which acknowledges in the same system call.
+        # Push before receiving: the acknowledgements then share a system call with posts that the completions cause.
         push(self)
     while code > 0 and got < capacity and self.broken == 0 and not self.closed:
         got += report_confirmed(self, out + got, capacity - got)
@@ -473,8 +473,8 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
         self.broken = code
     if self.eager:
         push(self)
-    # Of a wire that ends, or never came about, with nothing under way the control connection tells, and why: the peer
-    # has closed, or has given way to another connection of ours. It cannot tell of a lie, nor of what we lack.
+    # If a wire ends or fails to connect without outstanding requests, the control connection tells why: the peer closed
+    # or gave way to another connection. It cannot tell of invalid frames or missing resources, so these are reported.
     if got or self.broken == 0:
         return got
     self.reported_broken = True
@@ -483,7 +483,7 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
 
 
 cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil:
-    """Take what has come, up to BUDGET bytes, and send what waits; return the number of completions or -errno."""
+    """Receive up to BUDGET bytes, and send waiting frames; return the number of completions or -errno."""
     cdef Stream* self = <Stream*> impl
     cdef int got
     pthread_mutex_lock(&self.registry.lock)

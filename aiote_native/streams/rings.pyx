@@ -1,19 +1,19 @@
 """Streams between the processes of one host: a ring of bytes in shared memory for each direction.
 
-The sender copies from its memory into the ring and the receiver out of it into its own, each on a processor of its
-own and both at once, so that together they take hardly longer than one copy; and the ring is small enough to stay in
-the cache that both share. Neither reaches into the other's memory: none has to be shared, or opened to others by the
-kernel, and a peer that was stopped or went mad cannot write to anything but the ring.
+The sender copies from its memory into the ring, and the receiver copies from the ring into its own memory. Each side
+uses a processor of its own and both copy at once, so together they take hardly longer than one copy. The ring is small
+enough to stay in the cache that both processors share. Neither side accesses the other's memory, so that memory need
+not be shared, or opened to others by the kernel. A peer that is stopped or faulty can write to the ring only.
 
-One side each moves `head` and `tail`, which count bytes and never go back; what the other side has written there is
-checked before it is used. The pages are those of a memfd, which each side sends the other with its wake-up page,
-sealed, so that no peer can truncate them under who touches them. (It can give pages back, which come again as zeros.)
-It has no name, and goes with the processes that have it.
+`head` and `tail` count bytes and never go back. Each is written by one side, and the other side checks its value before
+using it. The pages belong to a memfd, which each side sends to the other with its wake-up page. The memfd is sealed, so
+that a peer cannot truncate it while the other side touches its pages. (A peer can give pages back, which come again as
+zeros.) The memfd has no name, and ends with the processes that have it.
 
-An engine may have a thousand peers and talk to a few, so a ring has one page until it is used. Whoever comes to bytes
-that it has not touched before asks the kernel for their pages first: where there is no memory for them, the answer is
-an error, which ends this stream alone, and not a signal, which would end the process. Linux before 5.14 cannot be
-asked; there all pages are made with the ring.
+An engine may have a thousand peers and talk to a few of them, so a ring has one page until it is used. Before a side
+touches further bytes for the first time, it asks the kernel for their pages. If there is no memory for them, the answer
+is an error, which ends this stream alone, and not a signal, which would end the process. Linux before 5.14 cannot be
+asked; there, all pages are made with the ring.
 """
 
 from libc.errno cimport EAGAIN, EINTR, EINVAL, ENOMEM, EPROTO, errno
@@ -53,23 +53,25 @@ cdef extern from "<sys/mman.h>" nogil:
     const unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING
 
 cdef enum:
-    # All that may be on its way on a channel (memory.pyx), and more than the second cache of a core: from there the
-    # other core took bytes at a third of the rate at which it has them from the cache that both share. Of 128 KiB to 4
-    # MiB the fastest, with 1 MiB of second cache (docs/streams.md).
+    # All bytes that may be in flight on a channel (memory.pyx), and more than a core's second-level cache holds: the
+    # other core took bytes from there at a third of the rate at which it takes them from the cache that both share. The
+    # fastest size from 128 KiB to 4 MiB, with a second-level cache of 1 MiB (docs/streams.md).
     RING_BYTES = 2 << 20
-    # What a peer may make of it: a power of two up to twice the bytes that it has on their way (memory.pyx).
+    # The limits of the size, which a peer chooses: a power of two up to twice the bytes that it may have in flight
+    # (memory.pyx).
     LEAST_BYTES = 128 * 1024
     MOST_BYTES = 4 << 20
     DATA = 4096              # where the bytes begin
-    # After so many the other side may have them: it copies them while this one goes on.
+    # Bytes after which a side publishes the new `head` or `tail`, so that both sides copy at the same time.
     STEP = 16 * 1024
     STREAMED = 4096
-    # How long a side stays awake for the next bytes of a frame under way, which a wake-up would bring later.
+    # How long a side stays awake for the next bytes of a partial frame, because a wake-up would bring them later.
     WITHIN_NS = 50_000
-    # Bytes whose pages are asked for at once, as many as are there until it is so many: a call for each page would cost
-    # as much as the copy, one for all would give a ring that carried a few messages the memory of one in full use.
+    # The most bytes whose pages are asked for in one call; until then, each call doubles the bytes with pages. One call
+    # for each page would cost as much as the copy. One call for all pages would give a ring that carried a few messages
+    # the memory of a ring in full use.
     POPULATED = 64 * 1024
-    MADV_POPULATE_WRITE = 23  # of Linux 5.14, and no name in older headers
+    MADV_POPULATE_WRITE = 23  # since Linux 5.14; older headers do not name it
     RING_MARK = 0x31676E6972206F61
 
 SCHEME = b"aiote-ring://"
@@ -80,7 +82,10 @@ cdef inline uint8_t* data_of(Ring* ring) noexcept nogil:
 
 
 cdef int populate(Ring* ring, uint64_t nbytes, uint64_t* there, uint64_t end) noexcept nogil:
-    """Have the pages of a ring's bytes up to `end`, of which `there` are; -ENOMEM where there is no memory."""
+    """Get pages for a ring's bytes up to `end`, and count in `there` the bytes from the first one on that have pages.
+
+    Return 0, or -ENOMEM if there is not enough memory.
+    """
     cdef uint64_t needed = (end + DATA - 1) & ~(<uint64_t> DATA - 1)
     cdef uint64_t until = min(nbytes, max(needed, there[0] + min(there[0], <uint64_t> POPULATED)))
     while madvise(data_of(ring) + there[0], until - there[0], MADV_POPULATE_WRITE) != 0:
@@ -91,7 +96,7 @@ cdef int populate(Ring* ring, uint64_t nbytes, uint64_t* there, uint64_t end) no
 
 
 cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogil:
-    """Copy into the peer's ring what has room there."""
+    """Copy into the peer's ring the bytes that have room there; return their number or -errno."""
     cdef RingStream* self = <RingStream*> stream
     cdef uint64_t head = self.peer_head
     cdef uint64_t given = head
@@ -116,7 +121,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
             source = <const uint8_t*> vectors[i].iov_base + done
             head += part
             done += part
-            # What is fetched ahead is never touched where it should not be: a prefetch does not fault.
+            # The next bytes are only prefetched, and a prefetch does not fault if their memory is gone.
             following = source + part if done < vectors[i].iov_len else NULL
             if following == NULL and i + 1 < count:
                 following = <const uint8_t*> vectors[i + 1].iov_base
@@ -134,7 +139,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
 
 
 cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept nogil:
-    """Copy out of the own ring what is there."""
+    """Copy the available bytes out of the own ring; return their number or -errno."""
     cdef RingStream* self = <RingStream*> stream
     cdef uint64_t tail = self.own_tail
     cdef uint64_t given = tail
@@ -168,14 +173,15 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
 
 
 cdef inline bint is_within(const Stream* self) noexcept nogil:
-    """Whether a frame is under way, in either direction."""
+    """Return whether a frame is partly transferred, in either direction."""
     return (self.opened and self.left != 0) or self.begun.head != NULL
 
 
 cdef int ring_arm(void* impl) noexcept nogil:
-    """Wake-ups tell of what comes and of room; nothing tells of what was only put off, or broke a push.
+    """Return whether it is safe to sleep, as RailOps says.
 
-    While a frame is under way its next bytes come sooner than a wake-up would: they are waited for where they are.
+    Wake-ups announce arriving bytes and room, but neither bytes that a push put off nor a push that failed. The next
+    bytes of a partial frame come sooner than a wake-up would, so this side stays awake for them, up to WITHIN_NS.
     """
     cdef RingStream* self = <RingStream*> impl
     cdef Stream* stream = &self.stream
@@ -212,13 +218,16 @@ cdef void ring_release(void* impl) noexcept nogil:
 
 
 cdef bint ring_reached(void* impl) noexcept nogil:
-    """Whether the peer's GPU still copies out of our memory; a peer that was stopped or killed says so for good."""
+    """Return whether the peer's GPU still copies out of local memory.
+
+    If the peer is stopped or killed while it copies, the answer stays True.
+    """
     cdef RingStream* self = <RingStream*> impl
     return self.peer != NULL and aiote_take(&self.peer.pulling) != 0
 
 
 cdef bint ring_stirred(void* impl) noexcept nogil:
-    """Whether something has come, or there is something to send."""
+    """Return whether bytes have come, or there is something to send, or something waits for a GPU."""
     cdef RingStream* self = <RingStream*> impl
     return (not self.stream.connected or self.own == NULL or aiote_take(&self.own.head) != self.own_tail
             or self.stream.broken or self.stream.paused or self.stream.stalled or has_more(&self.stream)
@@ -226,7 +235,7 @@ cdef bint ring_stirred(void* impl) noexcept nogil:
 
 
 cdef uint64_t ring_moved(void* impl, bint* within) noexcept nogil:
-    """Return how many bytes were taken out of the own ring and put into the peer's; whether a frame is under way."""
+    """Return how many bytes were taken out of the own ring and put into the peer's; set whether a frame is partial."""
     cdef RingStream* self = <RingStream*> impl
     within[0] = is_within(&self.stream)
     return self.own_tail + self.peer_head
@@ -251,7 +260,10 @@ cdef bint may_be_ring(uint64_t nbytes) noexcept:
 
 
 cdef Ring* map_ring(int fd, uint64_t nbytes, uint64_t* there) except NULL:
-    """Map a ring, whose head is there; of its bytes so many are `there`: none, or all where none can be asked for."""
+    """Map a ring, whose head has a page. `there` becomes the number of its bytes that have pages.
+
+    That number is 0, or the whole size on a kernel that cannot be asked for pages. Raises StatusError.
+    """
     cdef void* pages = mmap(NULL, DATA + nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
     if pages == MAP_FAILED:
         check(-errno, "mmap(ring)")
@@ -262,13 +274,13 @@ cdef Ring* map_ring(int fd, uint64_t nbytes, uint64_t* there) except NULL:
 
 
 cdef class RingEndpoint(StreamEndpoint):
-    """An endpoint with a ring to receive through, whose `memory_fd` the peer is sent; `take` maps the peer's."""
+    """An endpoint with a ring to receive through. Its `memory_fd` is sent to the peer; `take` maps the peer's ring."""
 
     def __cinit__(self):
         self.impl = NULL
 
     def __init__(self, StreamDevice device, uint64_t ring_bytes=RING_BYTES):
-        """Make the ring. Raises StatusError, OSError, and ValueError for a size that no ring has."""
+        """Make the ring. Raises StatusError, OSError, and ValueError for a size that a ring cannot have."""
         if not may_be_ring(ring_bytes):
             raise ValueError(f"no ring has {ring_bytes} bytes: a power of two from {LEAST_BYTES} to {MOST_BYTES}")
         self.usable(device)
@@ -290,7 +302,7 @@ cdef class RingEndpoint(StreamEndpoint):
         self.memory_fd = memfd_create(b"aiote-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING)
         check(-errno if self.memory_fd < 0 else 0, "memfd_create(ring)")
         check(-errno if ftruncate(self.memory_fd, DATA + nbytes) else 0, "ftruncate(ring)")
-        # Where there is no room this says so; a page that could not be had would kill whoever touches it.
+        # This fails if there is no memory, while touching a page that the kernel cannot provide would kill the process.
         check(-posix_fallocate(self.memory_fd, 0, DATA), "posix_fallocate(ring)")
         fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.impl.own = map_ring(self.memory_fd, nbytes, &self.impl.own_there)
@@ -304,13 +316,16 @@ cdef class RingEndpoint(StreamEndpoint):
         return 0
 
     def take(self, int memory_fd) -> None:
-        """Map the ring of the peer endpoint that this one talks to. Raises StatusError, OSError and ValueError."""
+        """Map the ring of the peer endpoint that this one talks to, and close the descriptor.
+
+        Raises StatusError, OSError and ValueError, and RuntimeError if a ring was taken or the endpoint is closed.
+        """
         cdef uint64_t nbytes
         try:
             if self.impl == NULL or self.impl.peer != NULL:
                 raise RuntimeError("the endpoint has its peer's ring, or is closed or owned by a channel")
             check_process(self.device.epoch)
-            # Its size is the peer's choice, and cannot change once it is sealed.
+            # The peer chooses the size of its ring, which cannot change once the memfd is sealed.
             nbytes = max(os.fstat(memory_fd).st_size - DATA, 0)
             nbytes = nbytes if may_be_ring(nbytes) else self.impl.own_bytes
             check_sealed(memory_fd, DATA + nbytes, "ring")
@@ -320,7 +335,11 @@ cdef class RingEndpoint(StreamEndpoint):
             close(memory_fd)
 
     def connect(self, bytes address) -> None:
-        """Begin to talk, where the ring that came is that of this address. Raises StatusError and ValueError."""
+        """Connect to the peer, whose ring must be the one that the address names.
+
+        Raises StatusError for a ring of another layout, ValueError for another ring, and RuntimeError if no ring was
+        taken or the endpoint is connected or closed.
+        """
         cdef const Ring* peer
         if self.impl == NULL or self.impl.peer == NULL or self.impl.stream.connected:
             raise RuntimeError("the endpoint has no ring of its peer, or is connected, closed or owned by a channel")
@@ -334,7 +353,7 @@ cdef class RingEndpoint(StreamEndpoint):
         self.forget()
 
     cdef void forget(self) noexcept:
-        """Close the descriptor, which the peer has been sent by now; not in a child of a fork, as with all else."""
+        """Close the descriptor, which was sent to the peer by now. Does nothing in the child of a fork."""
         if self.memory_fd >= 0 and self.device is not None and self.device.epoch == fork_epoch():
             close(self.memory_fd)
             self.memory_fd = -1

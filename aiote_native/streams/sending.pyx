@@ -1,7 +1,7 @@
-"""The sending half of a stream: what was posted becomes frames, and frames are handed to the wire.
+"""The sending half of a stream: it makes frames of posted requests, and hands the frames to the wire.
 
-A frame is begun when it is handed over for the first time; from then on its header stays as it is, and no other comes
-before its end. What is said of the peer's requests goes into the next header that is begun.
+A frame begins when it is handed to the wire for the first time. From then on its header does not change, and no other
+frame comes before its end. The next header that begins carries the acknowledgement of the peer's requests.
 """
 
 from libc.errno cimport EACCES, EAGAIN, ENOMEM, ENOTCONN
@@ -18,15 +18,15 @@ from aiote_native.structs cimport OP_READ, OP_RECV, OP_SEND
 
 cdef enum:
     NOTHING = 4096
-    # Bytes of one push: all that one side has under way toward another (memory.pyx). A peer that takes the answers to
-    # its reads as fast as they are sent would hold the event loop until the last of them.
+    # Bytes of one push: all that one side may have in flight toward the other (memory.pyx). Without this limit, a peer
+    # that takes the answers to its reads as fast as they are sent would hold the event loop until the last answer.
     PUSH_BUDGET = 2 << 20
 
-cdef uint8_t[NOTHING] nothing  # what is sent for memory that is gone
+cdef uint8_t[NOTHING] nothing  # sent in place of memory that was closed
 
 
 cdef inline uint64_t payload_of(const Work* work) noexcept nogil:
-    """The bytes that follow the header."""
+    """Return how many bytes follow the header."""
     cdef int kind = work.frame.kind
     if kind == FRAME_WRITE or kind == FRAME_SEND or kind == FRAME_ANSWER or kind == FRAME_EXPORT:
         return work.frame.length
@@ -40,7 +40,7 @@ cdef inline uint64_t size_of(const Work* work) noexcept nogil:
 
 
 cdef Work* next_work(Stream* self) noexcept nogil:
-    """Begin the next frame: what is urgent, what was posted, or else what the peer has to be told; NULL: nothing."""
+    """Take the next frame: an urgent one, a queued one, or else a standalone acknowledgement; NULL if there is none."""
     cdef Work* work = take_first(&self.urgent)
     if work != NULL:
         return work
@@ -71,7 +71,7 @@ cdef void begin(Stream* self) noexcept nogil:
 
 
 cdef bint is_revoked(Stream* self, Work* work) noexcept nogil:
-    """Whether an answer's memory is gone: nothing of it is read any more, and its trailer says so."""
+    """Return whether an answer's memory was closed. It must not be read then, and the trailer tells of the error."""
     if work.frame.kind != FRAME_ANSWER:
         return False
     if work.trailer.frame.status == 0 and work.epoch != self.registry.epoch:
@@ -82,7 +82,7 @@ cdef bint is_revoked(Stream* self, Work* work) noexcept nogil:
 
 
 cdef int gather_frame(Stream* self, Work* work, iovec* vectors, bint* whole) noexcept nogil:
-    """List what is left of one frame; `whole` says whether that is all of it."""
+    """List the rest of a frame; `whole` says whether the list reaches its end. Return the number of vectors."""
     cdef uint64_t at = work.moved
     cdef uint64_t skipped
     cdef int count = 0
@@ -118,7 +118,7 @@ cdef int gather_frame(Stream* self, Work* work, iovec* vectors, bint* whole) noe
 
 
 cdef int gather_frames(Stream* self, iovec* vectors, uint64_t* total) noexcept nogil:
-    """List the bytes that are to be sent next, and how many they are."""
+    """List the next bytes to send, and set `total` to their number; return the number of vectors."""
     cdef Work* work
     cdef bint whole = True
     cdef int count = 0
@@ -135,7 +135,7 @@ cdef int gather_frames(Stream* self, iovec* vectors, uint64_t* total) noexcept n
 
 
 cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
-    """Note what the wire has taken."""
+    """Record how many bytes the wire has taken."""
     cdef Work* work
     cdef uint64_t part
     while bytes:
@@ -151,7 +151,7 @@ cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
 
 
 cdef void note_sent(Stream* self, Work* work) noexcept nogil:
-    """Have a frame that was sent wait for what the peer says of it, or free it."""
+    """Keep a sent frame until the peer acknowledges or answers it; free it if the peer does neither."""
     cdef int kind = work.frame.kind
     if kind == FRAME_WRITE or kind == FRAME_SEND or kind == FRAME_LEND:
         self.sent += 1
@@ -173,13 +173,13 @@ cdef void note_sent(Stream* self, Work* work) noexcept nogil:
 
 
 cdef bint has_more(const Stream* self) noexcept nogil:
-    """Whether there is something for the wire to take."""
+    """Return whether there are bytes for the wire to take."""
     return (self.begun.head != NULL or self.queue.head != NULL or self.urgent.head != NULL
             or self.received != self.acknowledged)
 
 
 cdef int trim(iovec* vectors, int count, uint64_t* total, uint64_t most) noexcept nogil:
-    """Keep the first `most` bytes of those that were listed; return how many vectors that are."""
+    """Cut the listed vectors to their first `most` bytes; return how many vectors are left."""
     cdef int kept = 0
     if total[0] <= most:
         return count
@@ -192,7 +192,7 @@ cdef int trim(iovec* vectors, int count, uint64_t* total, uint64_t most) noexcep
 
 
 cdef void push(Stream* self) noexcept nogil:
-    """Hand over as much as the wire takes, up to PUSH_BUDGET bytes. The registry's lock is held."""
+    """Hand over as much as the wire takes, up to PUSH_BUDGET bytes. The caller holds the registry's lock."""
     cdef iovec vectors[MAX_VECTORS]
     cdef uint64_t left = PUSH_BUDGET
     cdef uint64_t total = 0
@@ -276,7 +276,7 @@ cdef int post_one(Stream* self, const Post* args, WorkRequest* wr) noexcept nogi
 
 
 cdef int stream_post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Post one operation; -EAGAIN until the wire is there, and while the peer has too much before it."""
+    """Post one operation; return -EAGAIN until the wire is connected, and while too many requests are outstanding."""
     cdef Stream* self = <Stream*> impl
     cdef int code
     pthread_mutex_lock(&self.registry.lock)
@@ -286,7 +286,7 @@ cdef int stream_post(void* impl, const Post* args, WorkRequest* wr) noexcept nog
 
 
 cdef int stream_flush(void* impl) noexcept nogil:
-    """Hand over what was posted in this turn."""
+    """Hand the frames of this turn to the wire."""
     cdef Stream* self = <Stream*> impl
     pthread_mutex_lock(&self.registry.lock)
     push(self)

@@ -5,22 +5,22 @@ from aiote_native.streams.stream cimport Stream
 
 cdef enum:
     TOKEN_BYTES = 16
-    STAGE_BYTES = 8192     # what is received together where no more than a header is expected
-    CANDIDATES = 4         # connections that were accepted and have not said who they are
+    STAGE_BYTES = 8192     # the most bytes received together when only a few are expected
+    CANDIDATES = 4         # accepted connections that have not sent their tokens
 
 cdef struct SocketStream:
     Stream stream
     int epoll_fd
     int listener
     int fd
-    bint asked             # we have connected and said the peer's token
-    bint dry               # the last receive took all that there was
+    bint asked             # this side has connected and sent the peer's token
+    bint dry               # the last receive took all bytes that had arrived
     char[STAGE_BYTES] stage
-    int staged             # bytes of it
-    int unstaged           # of these those that were taken out
-    unsigned int watched   # what epoll looks for on `fd`
+    int staged             # bytes that were received into the stage
+    int unstaged           # bytes that were copied out of it
+    unsigned int watched   # the events that epoll watches `fd` for
     int candidates[CANDIDATES]
-    int token_bytes[CANDIDATES]  # that each has sent of its token
+    int token_bytes[CANDIDATES]  # how much of its token each has sent
     char tokens[CANDIDATES][TOKEN_BYTES]
     int next_candidate
     char own_token[TOKEN_BYTES]

@@ -1,10 +1,11 @@
-"""Streams over TCP: one connection for each pair of endpoints, through the kernel's sockets and nothing else.
+"""Streams over TCP: one connection for each pair of endpoints, through the kernel's sockets only.
 
-Each endpoint listens on a port of its own. Of a pair the one with the greater address connects, and says the other's
-token first, which it knows from the control connection; whoever says anything else, or nothing, is not let in. The
-other one answers with the token of the first, and nothing is sent before that: a port may be somebody else's by then,
-who would get the keys of memory with the frames. The iov of several frames is handed over in one system call, and bytes
-are received into place, together with the header that follows them.
+Each endpoint listens on a port of its own. The endpoint with the greater address connects, and first sends the other's
+token, which it knows from the control connection. The listening endpoint refuses connections that send anything else or
+nothing, and answers with the token of the connecting one. No frame is sent before that answer, because the port may
+belong to another process by then, which would get the keys of memory with the frames.
+
+One system call sends the iov of several frames. Bytes are received into place, together with the header that follows.
 """
 
 from libc.errno cimport (
@@ -43,7 +44,7 @@ cdef extern from *:
         struct msghdr message = {.msg_iov = (struct iovec*)vectors, .msg_iovlen = (size_t)count};
         return recvmsg(fd, &message, MSG_DONTWAIT);
     }
-    /* What a connection in the making has come to: 0, EINPROGRESS or another error. */
+    /* Return the state of a connection that is being made: 0, EINPROGRESS or another error. */
     static int aiote_connected(int fd) {
         struct sockaddr_storage peer;
         int error = 0;
@@ -52,8 +53,8 @@ cdef extern from *:
         if (error) return error;
         return getpeername(fd, (struct sockaddr*)&peer, &peer_length) == 0 ? 0 : EINPROGRESS;
     }
-    /* End the connection and drop what the kernel has not sent yet, though a child of a fork has the socket, too: for
-       that one a close would end nothing, and the rest would still be sent. */
+    /* End the connection and drop the bytes that the kernel has not sent yet, even if a child of a fork has the socket,
+       too. A close would not end the connection then, and the kernel would still send the rest. */
     static void aiote_disconnect(int fd) {
         struct linger off = {.l_onoff = 1, .l_linger = 0};
         struct sockaddr none = {.sa_family = AF_UNSPEC};
@@ -109,7 +110,10 @@ cdef int watch(SocketStream* self, int operation, int fd, unsigned int events) n
 
 
 cdef void shut_fd(SocketStream* self, int* fd) noexcept nogil:
-    """Close a descriptor; it leaves the set first: where a child of a fork has it still it would wake us for good."""
+    """Remove a descriptor from the epoll set and close it.
+
+    If a child of a fork still had it open, it would otherwise stay in the set and wake this process again and again.
+    """
     if fd[0] >= 0:
         epoll_ctl(self.epoll_fd, EPOLL_CTL_DEL, fd[0], NULL)
         close(fd[0])
@@ -117,7 +121,7 @@ cdef void shut_fd(SocketStream* self, int* fd) noexcept nogil:
 
 
 cdef void adopt(SocketStream* self, int fd) noexcept nogil:
-    """Take a connection as the stream's, and let go of all others."""
+    """Make a connection the stream's, and close the listener and the other candidates."""
     cdef int i
     self.fd = fd
     aiote_no_delay(fd)
@@ -129,13 +133,13 @@ cdef void adopt(SocketStream* self, int fd) noexcept nogil:
 
 
 cdef int send_token(SocketStream* self) noexcept nogil:
-    """Say the peer's token: 0, or -errno. A new connection has room for sixteen bytes."""
+    """Send the peer's token; return 0 or -errno. A new connection has room for sixteen bytes."""
     cdef ssize_t sent = send(self.fd, self.peer_token, TOKEN_BYTES, MSG_NOSIGNAL | MSG_DONTWAIT)
     return 0 if sent == TOKEN_BYTES else -ECONNRESET
 
 
 cdef int receive_token(SocketStream* self, int fd, int i) noexcept nogil:
-    """Hear who is there: 1 for one that says our token, 0 while it has not said all, -errno for others."""
+    """Receive a connection's token; return 1 for this endpoint's own token, 0 while it is incomplete, else -errno."""
     cdef ssize_t got = recv(fd, self.tokens[i] + self.token_bytes[i], TOKEN_BYTES - self.token_bytes[i], MSG_DONTWAIT)
     if got < 0:
         return 0 if errno in (EAGAIN, EINTR) else -errno
@@ -148,7 +152,7 @@ cdef int receive_token(SocketStream* self, int fd, int i) noexcept nogil:
 
 
 cdef int continue_connect(SocketStream* self) noexcept nogil:
-    """Say who we are as soon as the connection is there, and hear whether it is the peer who listens: 0, or -errno."""
+    """Send the peer's token once the connection is made, and check the token that comes back; return 0 or -errno."""
     cdef int code
     if not self.asked:
         code = aiote_connected(self.fd)
@@ -166,8 +170,10 @@ cdef int continue_connect(SocketStream* self) noexcept nogil:
 
 
 cdef int accept_candidates(SocketStream* self) noexcept nogil:
-    """Accept whoever comes, a few at a time: one who says nothing gives way to later ones. Returns -errno, and
-    listens no longer, where the system lacks what that takes: it would be woken for good.
+    """Accept connections, a few at a time; a silent one gives way to later ones. Return 0 or -errno.
+
+    If the system lacks the resources to accept, return -errno and stop listening, because the listener would otherwise
+    wake this process again and again.
     """
     cdef int code, fd, i
     for _turn in range(CANDIDATES):
@@ -209,8 +215,10 @@ cdef int handshake(SocketStream* self) noexcept nogil:
 
 
 cdef long socket_send(void* stream, const iovec* vectors, int count) noexcept nogil:
-    """Send what there is room for. It is copied: pages that are lent to the kernel (vmsplice) are sent as they are when
-    they are received, and over loopback a peer that was stopped would receive what is written there long after.
+    """Send the bytes that there is room for; return their number or -errno.
+
+    The kernel copies them. If pages were lent to the kernel instead (vmsplice), the peer would get their contents at
+    the time of its receive: over loopback, a stopped peer would receive bytes that were written there long after.
     """
     cdef SocketStream* self = <SocketStream*> stream
     cdef long moved = aiote_send_vectors(self.fd, vectors, count)
@@ -220,7 +228,7 @@ cdef long socket_send(void* stream, const iovec* vectors, int count) noexcept no
 
 
 cdef long unstage(SocketStream* self, const iovec* vectors, int count) noexcept nogil:
-    """Copy out what was received together with a header."""
+    """Copy bytes out of the stage, where they were received together with a header; return their number."""
     cdef long done = 0
     cdef size_t part
     cdef int i
@@ -233,7 +241,7 @@ cdef long unstage(SocketStream* self, const iovec* vectors, int count) noexcept 
 
 
 cdef long take(SocketStream* self, const iovec* vectors, int count) noexcept nogil:
-    """Receive into the vectors; of small ones as much as is there, so that many frames cost one call."""
+    """Receive into the vectors; if they are small, take all that has arrived, so that many frames cost one call."""
     cdef uint64_t asked = 0
     cdef long moved
     cdef int i
@@ -263,7 +271,8 @@ cdef long socket_receive(void* stream, const iovec* vectors, int count) noexcept
             return code
     if self.unstaged < self.staged:
         return unstage(self, vectors, count)
-    # Asked for nothing, a socket takes the lock that what arrives needs, too; epoll takes none.
+    # A receive call takes the socket's lock, which arriving bytes need, too, even if there are no bytes. Asking epoll
+    # takes no lock.
     if self.dry and epoll_wait(self.epoll_fd, &event, 1, 0) == 0:
         return 0
     moved = take(self, vectors, count)
@@ -273,7 +282,7 @@ cdef long socket_receive(void* stream, const iovec* vectors, int count) noexcept
 
 
 cdef int socket_arm(void* impl) noexcept nogil:
-    """Have the descriptor tell of what comes, and of room for what is to be sent."""
+    """Make the descriptor announce arriving bytes, and room if there are bytes to send; return as RailOps says."""
     cdef SocketStream* self = <SocketStream*> impl
     cdef unsigned int events
     cdef int code = 0
@@ -286,13 +295,14 @@ cdef int socket_arm(void* impl) noexcept nogil:
             events = EPOLLIN if self.asked else EPOLLOUT
         else:
             events = (0 if waits else EPOLLIN) | (EPOLLOUT if has_more(&self.stream) else 0)
-        # What is in the stage no descriptor tells of.
+        # No descriptor announces bytes in the stage.
         code = self.unstaged < self.staged and not waits
         if events != self.watched:
             code |= watch(self, EPOLL_CTL_MOD, self.fd, events)
             self.watched = events
     elif self.stream.broken:
-        # A connection that is over would wake who waits for good. What broke in a push a poll has to tell of.
+        # A connection that is over would wake the event loop again and again. If a push failed, a poll has to report
+        # that first.
         shut_fd(self, &self.fd)
         code = not self.stream.reported_broken
     code = armed(&self.stream, code != 0)
@@ -325,7 +335,7 @@ cdef void socket_release(void* impl) noexcept nogil:
 
 
 cdef bint socket_stirred(void* impl) noexcept nogil:
-    """Whether there is something to do that the descriptor does not tell of: it is watched for what comes alone."""
+    """Return whether there is work that the descriptor does not announce; at rest it announces arriving bytes only."""
     cdef SocketStream* self = <SocketStream*> impl
     return (not self.stream.connected or self.watched != EPOLLIN or self.unstaged < self.staged
             or self.stream.broken or has_more(&self.stream) or is_copying(&self.stream))
@@ -345,21 +355,22 @@ wire.receive = socket_receive
 
 
 def family_of(bare: str) -> int:
-    """Return the family of an IP address without an interface. Raises OSError for what is none."""
+    """Return the family of an IP address without an interface. Raises OSError for anything else."""
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     socket.inet_pton(family, bare)
     return family
 
 
 def scope_of(interface: str) -> tuple:
-    """Return what follows the port in a socket's address; a link-local one is reached through an interface of this
-    host. Raises OSError where there is none of that name.
+    """Return the elements after the port in a socket's address: for a link-local address, the interface of this host.
+
+    Raises OSError if there is no interface of that name.
     """
     return (0, socket.if_nametoindex(interface)) if interface else ()
 
 
 def parse(bytes address) -> tuple[str, int, bytes]:
-    """Return host, port and token of an endpoint's address, IPv6 in brackets. Raises ValueError for what is none."""
+    """Return host, port and token of an endpoint's address, IPv6 in brackets. Raises ValueError for anything else."""
     text, _, token = address.removeprefix(SCHEME).partition(b"/")
     host, _, port = text.rpartition(b":")
     try:
@@ -369,7 +380,7 @@ def parse(bytes address) -> tuple[str, int, bytes]:
         if name.startswith("[") != (":" in name) or name.startswith("[") != name.endswith("]"):
             raise ValueError
         name = name[1:-1] if name.startswith("[") else name
-        # Behind the % is the name that the interface has at the peer's host.
+        # The name behind the % is that of an interface of the peer's host, so it is dropped.
         bare = name.partition("%")[0]
         family_of(bare)
         return bare, int(port), bytes.fromhex(token.decode("ascii"))
@@ -378,13 +389,13 @@ def parse(bytes address) -> tuple[str, int, bytes]:
 
 
 cdef class SocketEndpoint(StreamEndpoint):
-    """An endpoint that listens at an IP address of this host; `connect` begins the connection, or waits for it."""
+    """An endpoint that listens at an IP address of this host; `connect` makes the connection, or waits for it."""
 
     def __cinit__(self):
         self.impl = self.lent = NULL
 
     def __init__(self, StreamDevice device, str host):
-        """Listen. Raises OSError where nothing can listen at that address."""
+        """Listen at an IP address. Raises OSError if that is not possible."""
         cdef int i
         self.usable(device)
         self.impl = <SocketStream*> calloc(1, sizeof(SocketStream))
@@ -419,7 +430,10 @@ cdef class SocketEndpoint(StreamEndpoint):
         return 0
 
     def connect(self, bytes address) -> None:
-        """Name the one peer endpoint that this one talks to. Raises ValueError and OSError."""
+        """Set the one peer endpoint that this one talks to, and begin to connect if this one has the greater address.
+
+        Raises ValueError for a malformed address or another version of IP, and OSError.
+        """
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)
@@ -434,7 +448,7 @@ cdef class SocketEndpoint(StreamEndpoint):
         bare, _, interface = self.host.partition("%")
         scope = scope_of(interface)
         with socket.socket(family_of(bare), socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
-            # From the rail's own address, so that it is this NIC that carries it.
+            # Bind to the rail's own address, so that this NIC carries the connection.
             connection.bind((bare, 0, *scope))
             code = connection.connect_ex((host, port, *scope))
             check(-code if code not in (0, EINPROGRESS) else 0, "connect")
@@ -451,7 +465,7 @@ cdef class SocketEndpoint(StreamEndpoint):
         StreamEndpoint.channel_closed(self)
 
     def moved(self) -> int:
-        """Return how many bytes the connection has received or seen acknowledged; -1 before there is one."""
+        """Return how many bytes the connection has received or seen acknowledged; -1 before it is made."""
         return aiote_moved_over(self.lent.fd) if self.lent != NULL and self.lent.stream.connected else -1
 
     cdef void** impl_slot(self) noexcept:

@@ -1,8 +1,9 @@
-"""What is sent from a GPU: copied to pinned slots first, and begun when all of it is there.
+"""Send bytes from a GPU: copy them to pinned slots first, and begin the frame when all of them are there.
 
-A frame that has begun cannot be taken back, so none begins before its copies have ended well: one whose copies fail is
-never sent. What is held is copied in the order in which it came, frames of several places and slots at once, and joins
-the queue in that order; what comes from the host passes it. Answers alone do not: the peer tells them by their order.
+A frame that has begun cannot be taken back. A frame therefore begins only after its copies have ended well, and a frame
+whose copies fail is never sent. Held frames are copied in the order in which they came, all places and slots of a frame
+at once, and join the queue in that order. Frames from host memory pass them, except answers, because the peer matches
+answers to its reads by their order.
 """
 
 from libc.errno cimport EIO, EMSGSIZE
@@ -17,11 +18,11 @@ from aiote_native.streams.stream cimport (
 from aiote_native.structs cimport MAX_SGE
 
 cdef enum:
-    STAGED_MOST = 8  # slots of one stream's, a quarter of all: peers that take nothing leave room for others
+    STAGED_MOST = 8  # slots of one stream, a quarter of all, so that a peer that stops receiving leaves some for others
 
 
 cdef bint is_held(const Work* work) noexcept nogil:
-    """Whether a request of ours has bytes of a GPU's to send."""
+    """Return whether a request is a write of bytes from a GPU."""
     return work.gpu != NULL and work.frame.kind == FRAME_WRITE and work.frame.length != 0
 
 
@@ -32,7 +33,7 @@ cdef void hold(Stream* self, Work* work) noexcept nogil:
 
 
 cdef int post_copies(Work* work) noexcept nogil:
-    """Post the copies of all of a frame's places to its slots."""
+    """Post the copies of all places of a frame to its slots; return 0 or -EIO."""
     cdef CopyQueue* queue = &work.gpu.out
     cdef uint64_t at = 0
     cdef uint64_t done, part
@@ -53,13 +54,13 @@ cdef int post_copies(Work* work) noexcept nogil:
 
 
 cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
-    """Post the copies of a frame that is held, or have it go by reference; False while it has to wait for either."""
+    """Post the copies of a held frame, or turn it into a frame by reference; return False while it has to wait."""
     cdef int shared
     cdef int needed = <int> ((work.frame.length + SLOT_BYTES - 1) // SLOT_BYTES)
     if work.gpu == NULL:
         return True
     if work.frame.kind == FRAME_ANSWER and not is_open(self, &work.frame, False):
-        # Nothing is read of memory that was closed since it was asked for.
+        # The memory was closed after the peer asked for it, so it must not be read.
         work.gpu = NULL
         return True
     shared = lend(self, work)
@@ -81,7 +82,7 @@ cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
 
 
 cdef void release(Stream* self, Work* work) noexcept nogil:
-    """Have a frame sent whose copies are over, or tell of it where they went wrong."""
+    """Queue a frame whose copies are over, or report that they have failed."""
     cdef Work* trailer = work.trailer
     if work.status == 0:
         append(&self.queue, work)
@@ -97,7 +98,7 @@ cdef void release(Stream* self, Work* work) noexcept nogil:
 
 
 cdef void stage(Stream* self) noexcept nogil:
-    """Post the copies that there are slots for, and release what was copied. The registry's lock is held."""
+    """Post the copies that there are slots for, and release copied frames. The caller holds the registry's lock."""
     cdef Work* work
     cdef int state
     if self.closed or self.held.head == NULL:
@@ -116,7 +117,7 @@ cdef void stage(Stream* self) noexcept nogil:
 
 
 cdef int gather_slots(const Work* work, uint64_t at, iovec* vectors) noexcept nogil:
-    """List the bytes of a frame's payload from `at` on, which lie in its slots."""
+    """List the payload of a frame from byte `at` on, which lies in its slots; return the number of vectors."""
     cdef uint64_t part
     cdef int count = 0
     while at < work.frame.length:
@@ -140,7 +141,7 @@ cdef void leave_list(Stream* self, WorkList* works) noexcept nogil:
     cdef Work* work = works.head
     while work != NULL:
         if work.gpu != NULL:
-            # No copy of ours reads or writes memory once the stream is shut.
+            # Wait for all copies, because they must not read or write memory once the stream is shut.
             queue_wait(&work.gpu.out, work.gpu.out.posted)
             queue_wait(&work.gpu.back, work.gpu.back.posted)
         unstage(self, work)
@@ -148,7 +149,7 @@ cdef void leave_list(Stream* self, WorkList* works) noexcept nogil:
 
 
 cdef void leave_slots(Stream* self) noexcept nogil:
-    """Wait for the copies of a stream that is shut, and give back its slots. The registry's lock is held."""
+    """Wait for the copies of a stream that is shut, and give back its slots. The caller holds the registry's lock."""
     leave_list(self, &self.held)
     leave_list(self, &self.queue)
     leave_list(self, &self.begun)

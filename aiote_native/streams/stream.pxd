@@ -1,26 +1,27 @@
-# What the two ends of a stream share. A kind of wire (rings.pyx) fills in Wire and has a Stream as its first member.
+# The structures of a stream, which both of its halves use. A kind of wire (rings.pyx, sockets.pyx) fills in Wire, and
+# its own structure has a Stream as the first member.
 #
-# Frames follow each other in both directions, each a header of 104 bytes and, for some, as many bytes as it says:
+# Each direction carries a sequence of frames: a header of 104 bytes and, in some kinds, a payload:
 #
-#   FRAME_WRITE     bytes for `iov` of the receiver's memory under `key`; counts `counts_for` times for `imm`, if any
-#   FRAME_SEND      a message, for the oldest receive that was posted; it waits for one
+#   FRAME_WRITE     bytes for `iov` of the receiver's memory under `key`; `imm` arrives `counts_for` times, 0: no `imm`
+#   FRAME_SEND      a message for the oldest posted receive; it waits until there is one
 #   FRAME_READ      asks for the bytes of `iov` of the receiver's memory under `key`
-#   FRAME_ANSWER    bytes for the oldest read that was not answered
-#   FRAME_ANSWERED  that read is over, with `status`
-#   FRAME_DONE      of the requests with bytes `done` are over, the last one of them with `status`
+#   FRAME_ANSWER    bytes for the oldest unanswered read
+#   FRAME_ANSWERED  the end of that read, with `status`
+#   FRAME_DONE      `done` writes and sends of the receiver are over; the last of them ended with `status`
 #
-# Between processes of one host whose memory is on GPUs, bytes may stay where they are, and their receiver copies them:
+# Between processes of one host, bytes on a GPU may stay where they are, and their receiver copies them:
 #
-#   FRAME_EXPORT    the allocation `key`, a number of the sender's, by its handle: to be opened on the device `imm`
-#   FRAME_OPENED    it was, or not: `status` is the driver's code
-#   FRAME_LEND      FRAME_WRITE by reference: the allocation's number, and for each of the iov where in it the bytes are
+#   FRAME_EXPORT    the handle of the sender's allocation number `key`; the receiver opens it on its device `imm`
+#   FRAME_OPENED    the receiver has opened it, or could not: `status` is 0, the driver's code or -errno
+#   FRAME_LEND      FRAME_WRITE by reference: the allocation's number, and the offset in it for each element of the iov
 #   FRAME_LENT      FRAME_ANSWER by reference; the FRAME_READ had 1 + the device in `imm`
-#   FRAME_PULLED    the bytes of the oldest FRAME_LENT were copied, and are the sender's again
-#   FRAME_FORGET    the allocation `key` is to be closed
-#   FRAME_FORGOTTEN it is
+#   FRAME_PULLED    the bytes of the oldest FRAME_LENT were copied, so their owner may change them
+#   FRAME_FORGET    asks the receiver to close the allocation `key`
+#   FRAME_FORGOTTEN the receiver has closed it
 #
-# Every header says in `done` how many writes and sends of its receiver are over, all well but those of which a
-# FRAME_DONE has said otherwise: an acknowledgement of its own is sent only by who has nothing else to say.
+# Every header acknowledges in `done` how many writes and sends of its receiver are over. They ended well, except those
+# that a FRAME_DONE with a status names. A standalone acknowledgement is sent when there is no frame to piggyback on.
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from aiote_native.cuda.copies cimport GpuQueues
@@ -57,11 +58,11 @@ cdef enum:
 cdef enum:
     BUCKETS = 256        # of the table of keys
     NAME_BYTES = 24      # of an engine: its identity and incarnation
-    STREAM_DEPTH = 1024  # requests of one side that are not over
-    FRAMES_BEGUN = 8     # frames that are handed over together
+    STREAM_DEPTH = 1024  # outstanding requests of one side
+    FRAMES_BEGUN = 8     # frames handed to the wire together
     MAX_VECTORS = FRAMES_BEGUN * (1 + MAX_SGE)
-    SHARED_DEVICES = 63  # that keys tell apart
-    DEVICE_SHIFT = 58    # of a key: above it stand 1 + the device that the memory is on, or 0 for the host's
+    SHARED_DEVICES = 63  # devices that keys can tell apart
+    DEVICE_SHIFT = 58    # the bits of a key above it are 1 + the device of the memory, or 0 for host memory
     REFERENCE = 1 + MAX_SGE
 
 cdef struct RmaIov:
@@ -72,14 +73,14 @@ cdef struct Frame:
     uint16_t kind
     uint16_t iov_count
     uint32_t imm
-    uint32_t counts_for  # 0: without an immediate
+    uint32_t counts_for  # 0: there is no immediate
     int32_t status
     uint64_t done
     uint64_t key
-    uint64_t length      # of all of the iov; of FRAME_READ what is asked for
+    uint64_t length      # bytes of the whole iov; in a FRAME_READ the bytes asked for
     RmaIov iov[MAX_SGE]
 
-# A frame to be sent, and what was asked for by one that was.
+# A frame to be sent, or a request that was sent and is not over.
 cdef struct Work:
     Frame frame
     Work* next
@@ -87,15 +88,15 @@ cdef struct Work:
     uint8_t* local[MAX_SGE]
     uint64_t moved       # bytes of header and payload that the wire has taken
     Work* trailer        # the FRAME_ANSWERED of a FRAME_ANSWER
-    uint64_t epoch       # of the registry in which an answer's iov was good
-    # where `local` is on a GPU (staging.pyx, landing.pyx)
+    uint64_t epoch       # the registry's epoch when an answer's iov was last found open
+    # if `local` is on a GPU (staging.pyx, landing.pyx)
     GpuQueues* gpu
-    uint16_t[MAX_SGE] slots  # of its bytes on their way out
+    uint16_t[MAX_SGE] slots  # hold its bytes on their way out
     int slot_count
-    bint copied          # its copies were posted, and `number` is behind them
+    bint copied          # its copies were posted; `number` is behind them
     uint32_t number
     int status
-    # where it goes by reference (lending.pyx, pulling.pyx)
+    # if it goes by reference (lending.pyx, pulling.pyx)
     Export* exported
     uint64_t[REFERENCE] reference
     Stream* lender
@@ -111,32 +112,32 @@ cdef struct Memory:
     uint64_t key
     uint64_t address
     uint64_t length
-    GpuQueues* gpu       # NULL: it is the host's
-    int device           # that it is on; -1: the host's
-    Export* exported     # what other processes open to reach it; NULL: they cannot
+    GpuQueues* gpu       # NULL: it is host memory
+    int device           # the device that it is on; -1: host memory, or a device that keys cannot name
+    Export* exported     # what other processes open to copy from it; NULL: they cannot
     bint writable
-    int access  # what peers may do
-    bint bound           # to the peer of that name
+    int access  # MAY_READ, MAY_WRITE: the rights of peers
+    bint bound           # the key serves only the peer named `holder`
     uint8_t[NAME_BYTES] holder
 
-# The memory of one device by its keys. Its lock is held while anything moves, so that no byte goes to memory whose
+# The memory of one device by its keys. Each call that moves bytes holds the lock, so that no byte goes to memory whose
 # registration has ended.
 cdef struct Registry:
     pthread_mutex_t lock
     Memory* table[BUCKETS]
-    uint64_t epoch       # changes with every registration that ends
-    uint64_t served      # bytes that peers have read here, or written
-    # GPU memory that is shared (lending.pyx, pulling.pyx)
+    uint64_t epoch       # changes when a registration ends
+    uint64_t served      # bytes that peers have read or written here
+    # shared GPU memory (lending.pyx, pulling.pyx)
     bint shares
     GpuQueues* gpus[SHARED_DEVICES]
     Export* exports
     uint64_t withdrawn   # exports that have ended
     Work* lent           # answers whose bytes peers may be copying
-    int refused          # the last code for which a peer could not open what is shared, and how many could not
+    int refused          # the code of the last failure of a peer to open an export; `refusals` counts the failures
     uint64_t refusals
-    int notify_fd        # readable when that has changed
+    int notify_fd        # becomes readable when `refusals` has changed
 
-# An allocation that a peer was told of, to be opened on one of its devices.
+# An allocation that the peer was told to open on one of its devices.
 cdef struct Told:
     Told* next
     uint64_t number
@@ -145,7 +146,7 @@ cdef struct Told:
     int state
     Handle handle
 
-# The wire under a stream: bytes that were moved, 0 where none can be now, or -errno.
+# The wire under a stream. Both functions return how many bytes they moved, 0 if no byte can move now, or -errno.
 cdef struct Wire:
     long (*send)(void* stream, const iovec* vectors, int count) noexcept nogil
     long (*receive)(void* stream, const iovec* vectors, int count) noexcept nogil
@@ -155,12 +156,12 @@ cdef struct Stream:
     Registry* registry
     bint named
     uint8_t[NAME_BYTES] peer
-    bint eager           # what is posted is sent at once, not at the end of the turn
+    bint eager           # each post is sent at once, not at the end of the turn
     bint connected
     bint closed
-    int broken           # the -errno for which nothing moves any more
+    int broken           # the -errno of the failure after which no byte moves any more
     bint reported_broken  # by a poll
-    # sending: not begun (what is urgent before the rest), begun, sent and not over
+    # sending: frames not begun (urgent ones first), frames begun, and requests sent and not over
     WorkList urgent
     WorkList queue
     WorkList begun
@@ -168,58 +169,58 @@ cdef struct Stream:
     WorkList unread
     Work* spare
     uint32_t outstanding
-    uint32_t refusals    # requests of the peer's that were refused, which it does not know yet
-    bint paused          # the last push ended for its budget, not for the wire
+    uint32_t refusals    # refused requests of the peer that it has not been told of
+    bint paused          # the last push ended because of its budget, though the wire had room
     uint64_t sent        # writes and sends that the wire has taken whole
-    uint64_t confirmed   # of them those of which the peer has said that they are over
-    uint64_t ended       # of these those that a poll has reported
-    WorkList held        # what comes from a GPU, and answers that follow such ones
+    uint64_t confirmed   # writes and sends that the peer has acknowledged
+    uint64_t ended       # writes and sends that a poll has reported
+    WorkList held        # frames with bytes on a GPU, and answers behind such frames
     Work* uncopied       # the first of these whose copies were not posted
-    int staged           # slots that its frames have
-    WorkList unsent      # requests whose copies went wrong
-    uint64_t bad         # the one of them that did not end well, counted from 1
+    int staged           # slots in use by its frames
+    WorkList unsent      # requests whose copies failed
+    uint64_t bad         # the number of the acknowledged request that failed, as `ended` counts
     int bad_status
-    # receiving: the header, and where its bytes go
+    # receiving: the header, and where its payload goes
     Frame heads[2]
-    int head             # which of the two is that of the frame under way
+    int head             # the index of the current frame's header
     uint32_t head_got
-    uint32_t next_got    # bytes of the other one, which came with the end of this one
+    uint32_t next_got    # bytes of the other header, which came with the end of the current frame
     bint stalled         # a message waits for a receive
-    bint opened          # the header was read, and what follows is known
-    bint discards
-    bint cached          # its bytes go to memory that a processor's caches may hold
+    bint opened          # the header was read, and the place of the payload is known
+    bint discards        # the payload is dropped
+    bint cached          # the payload goes to memory that a processor's caches may hold
     int status
     uint64_t left
     iovec into[MAX_SGE]
     int into_count
     int into_first
-    uint64_t epoch       # of the registry in which `into` was good
-    GpuQueues* gpu       # where `into` is
-    int slot             # that its bytes come through; -1: none
+    uint64_t epoch       # the registry's epoch when `into` was last found open
+    GpuQueues* gpu       # the device that `into` is on; NULL: the host
+    int slot             # the slot that receives the payload; -1: none
     uint64_t filled
-    uint32_t number      # behind the last copy
-    bint starved         # no slot was free
-    WorkList landing     # frames that wait for copies, and those behind them
+    uint32_t number      # the number behind the last copy
+    bint starved         # no slot was free, or too many copies are in flight
+    WorkList landing     # frames that wait for copies, and frames behind them
     uint32_t landings
     WorkRequest* receiving
     WorkList receives
     uint32_t answers     # reads of the peer that are not answered yet
-    bint shares          # peers on this wire are of this host, and GPU memory may be shared with them
+    bint shares          # peers on this wire are on this host, and GPU memory may be shared with them
     Told* told
-    uint64_t numbers     # that were given to allocations
-    uint64_t withdrawn   # as it was in the registry when they were last looked at
+    uint64_t numbers     # how many numbers were given to allocations
+    uint64_t withdrawn   # the registry's count when ended exports were last looked for
     WorkList lent        # answers by reference that were sent
     uint32_t lent_count
     Import* imports
-    Import* opener       # the one that is being opened or closed
+    Import* opener       # the import that is being opened or closed
     uint32_t import_count
-    uint32_t moving      # of them those that are being opened or closed, or wait for that
-    uint64_t* pulling    # where the peer sees whether we copy out of its memory; NULL: nowhere
-    uint32_t replies     # of sharing, that the wire has not taken
-    uint64_t[REFERENCE] reference  # that comes
-    Handle handle        # that comes
-    uint64_t received    # writes and sends of the peer's that are over
-    uint64_t acknowledged  # of these, as the peer was told
+    uint32_t moving      # imports that are being opened or closed, or wait for that
+    uint64_t* pulling    # tells the peer whether this side copies out of its memory; NULL: the wire has no such word
+    uint32_t replies     # frames of sharing that the wire has not taken
+    uint64_t[REFERENCE] reference  # the reference being received
+    Handle handle        # the handle being received
+    uint64_t received    # writes and sends of the peer that are over
+    uint64_t acknowledged  # the value of `received` that the peer was told
 
 cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil
 cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil

@@ -1,4 +1,4 @@
-"""The parts of a stream that both directions use: lists of frames, and the table of keys."""
+"""The parts of a stream that both halves use: lists of frames, and the table of keys."""
 
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memset
@@ -15,9 +15,9 @@ cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil:
 
 
 cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil:
-    """Whether the iov of a peer's frame lies in memory that its key opens to it; a frame of no bytes needs none.
+    """Return whether the iov of a peer's frame lies in memory that its key opens to the peer; empty frames need no key.
 
-    Compared, never added up: the numbers come from outside, and a sum could overflow.
+    The numbers come from the peer, so they are compared without adding them, because a sum could overflow.
     """
     cdef const Memory* memory
     cdef const RmaIov* iov
@@ -56,7 +56,7 @@ cdef Work* take_first(WorkList* works) noexcept nogil:
 
 
 cdef Work* new_work(Stream* self) noexcept nogil:
-    """Take one that is free, or a new one; NULL where there is no memory. They are kept until the stream is freed."""
+    """Take a spare Work, or allocate one; NULL if there is no memory. Spare ones are kept until the stream is freed."""
     cdef Work* work = self.spare
     if work == NULL:
         return <Work*> calloc(1, sizeof(Work))
@@ -96,12 +96,12 @@ cdef void free_works(Stream* self) noexcept nogil:
 
 
 cdef bint is_copying(const Stream* self) noexcept nogil:
-    """Whether something waits for a GPU, which no descriptor tells of."""
+    """Return whether a frame or an import waits for a GPU; no descriptor announces the end of that."""
     return self.held.head != NULL or self.landing.head != NULL or self.starved or self.moving != 0
 
 
 cdef int armed(Stream* self, bint again) noexcept nogil:
-    """Answer what `arm` is asked, and look whether the GPUs that are waited for are still there."""
+    """Return the answer of `arm`, after checking the GPUs that frames wait for."""
     if self.held.head != NULL and self.held.head.gpu != NULL:
         queue_look(&self.held.head.gpu.out)
     if self.landing.head != NULL and self.landing.head.gpu != NULL:

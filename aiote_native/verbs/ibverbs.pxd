@@ -1,5 +1,5 @@
-# What is used of <infiniband/verbs.h>. Functions that the library exports are called through library.pyx's table; those
-# here are inline, over the operations of an opened context.
+# The part of <infiniband/verbs.h> that aiote uses. The functions that the library exports are called through the table
+# in symbols.pyx; the functions here are inline and call the operations of an opened context.
 from libc.stdint cimport int32_t, uint16_t, uint32_t, uint64_t, uint8_t
 
 cdef extern from "<infiniband/verbs.h>" nogil:
@@ -238,7 +238,7 @@ cdef extern from * nogil:
 
     typedef int (*query_port_old)(struct ibv_context*, uint8_t, void*);
 
-    /* The operations of a context by name, as verbs.h finds them; NULL or EOPNOTSUPP where a driver has none. */
+    /* Call an operation of a context, found by name as verbs.h does; NULL or EOPNOTSUPP where the driver lacks it. */
     static inline int aiote_query_port(struct ibv_context* context, uint8_t port, struct ibv_port_attr* out,
                                 query_port_old old) {
         struct verbs_context* known = verbs_get_ctx_op(context, query_port);

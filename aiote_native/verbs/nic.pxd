@@ -5,37 +5,38 @@ from aiote_native.verbs.ibverbs cimport (
     ibv_context, ibv_device_attr, ibv_gid, ibv_mr, ibv_pd, ibv_port_attr, ibv_recv_wr, ibv_srq, ibv_td)
 
 cdef enum:
-    REFILL = 64       # receives that are posted at a time
+    REFILL = 64       # receives posted at a time
     FLUSHED_DEVICES = 64
-    NOT_INLINE = 1    # above the local key in a descriptor: memory that a processor cannot read
+    NOT_INLINE = 1    # bit above the local key in a descriptor: the CPU cannot read the memory, so never send it inline
 
 ctypedef ibv_recv_wr refill_chain[REFILL]
 
-# How queue pairs are made and connected; the numbers are the verbs' own.
+# How queue pairs are made and connected, in the units of the verbs API.
 cdef struct Settings:
     int gid_index
     int pkey_index
     int service_level
     int traffic_class
-    int mtu              # bytes; 0: as much as the port is set to
-    int timeout          # 4.096 us * 2 ** timeout until a packet without an answer is sent again
-    int retries          # how often, before the queue pair fails
+    int mtu              # bytes; 0: the MTU that the port is set to
+    int timeout          # an unanswered packet is sent again after 4.096 us * 2 ** timeout
+    int retries          # number of such retries before the queue pair fails
     int srq_depth        # receives in the queue that all peers share
-    int messages         # receives of each peer's messages
+    int messages         # receives for the messages of each peer
 
-# GPUs to which what arrives is flushed before it is counted, by their ordinals: how many registrations ask for it.
+# For each GPU, by ordinal: how many registrations ask that arriving writes be flushed to it before they are counted.
 cdef struct Flushes:
     int uses[FLUSHED_DEVICES]
     int all_uses
     void* contexts[FLUSHED_DEVICES]
     bint primary[FLUSHED_DEVICES]
 
-# One port of a device, with what its queue pairs share. `missing` receives of the shared queue are to be posted again.
+# One port of a device, and the objects that its queue pairs share. `missing` receives of the shared queue are to be
+# posted again.
 cdef struct Nic:
     ibv_context* context
     ibv_pd* pd
     ibv_td* td
-    ibv_pd* parent       # `pd`, or one whose queue pairs take no locks of their own
+    ibv_pd* parent       # a parent domain whose queue pairs take no locks of their own, or `pd`
     ibv_srq* srq
     uint32_t receives
     uint32_t missing

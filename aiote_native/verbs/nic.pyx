@@ -1,7 +1,8 @@
 """An opened port of an RDMA device: protection domain, shared receives and the memory registered with it.
 
-All peers' data queue pairs take the receives that written immediates use up from one shared queue, so there have to be
-enough for what may come at a time, not for each peer. They hold nothing; when a batch is used up, a batch is posted.
+Each arriving write with an immediate uses up a receive. The data queue pairs of all peers take these receives from one
+shared queue, so the queue is sized for the immediates that may arrive at a time, not for each peer. The receives have
+no memory of their own. When a batch of them is used up, a batch is posted.
 """
 
 cimport cython
@@ -28,7 +29,7 @@ SETTINGS = {
     "gid_index": 0, "pkey_index": 0, "service_level": 0, "traffic_class": 0, "mtu": 0, "timeout": 14, "retries": 6,
     "srq_depth": 2048, "messages": 20,
 }
-"""What a device is opened with where nothing else is said."""
+"""The default settings of a device."""
 
 cdef dict PORT_EVENTS = {IBV_EVENT_PORT_ACTIVE: "port up", IBV_EVENT_PORT_ERR: "port down"}
 cdef tuple QUEUE_EVENTS = (IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR)
@@ -48,7 +49,7 @@ def devices() -> list[str]:
 
 
 cdef int refill(Nic* nic) noexcept nogil:
-    """Post the receives that are missing, batch by batch; 0 or a negative error number."""
+    """Post the missing receives, batch by batch; return 0 or a negative error number."""
     cdef ibv_recv_wr* bad = NULL
     cdef int code
     while nic.missing >= nic.refill:
@@ -61,7 +62,7 @@ cdef int refill(Nic* nic) noexcept nogil:
 
 
 cdef class VerbsDevice(NativeDevice):
-    """A port, opened: what queue pairs are made on and memory is registered with."""
+    """An opened port. Queue pairs are made on it, and memory is registered with it."""
 
     def __cinit__(self):
         memset(&self.nic, 0, sizeof(self.nic))
@@ -82,7 +83,7 @@ cdef class VerbsDevice(NativeDevice):
             raise
 
     cdef int open(self) except -1:
-        """Open it; what was opened before a failure is for `close`."""
+        """Open the port; after a failure the caller calls `close` to free the part that was opened."""
         cdef Nic* nic = &self.nic
         cdef int code
         self.open_context()
@@ -97,7 +98,7 @@ cdef class VerbsDevice(NativeDevice):
         nic.pd = symbols().alloc_pd(nic.context)
         if nic.pd == NULL:
             failed("ibv_alloc_pd")
-        # One lock of ours guards an engine's queues, so the driver's own are not needed.
+        # The engine guards its queues with one lock of its own, so they do not need the driver's locks.
         nic.parent = nic.pd
         nic.td = aiote_alloc_td(nic.context)
         if nic.td != NULL:
@@ -107,7 +108,7 @@ cdef class VerbsDevice(NativeDevice):
         return self.open_receives()
 
     cdef int open_context(self) except -1:
-        """Open the device that has the name. Raises LookupError."""
+        """Open the device named `self.name`. Raises StatusError, and LookupError if there is no such device."""
         cdef int count = 0
         cdef int i
         cdef bytes name = self.name.encode()
@@ -126,7 +127,7 @@ cdef class VerbsDevice(NativeDevice):
         raise LookupError(f"libibverbs has no device {self.name!r}")
 
     cdef int open_receives(self) except -1:
-        """Make the shared queue and fill it."""
+        """Make the shared receive queue and fill it."""
         cdef Nic* nic = &self.nic
         cdef ibv_srq_init_attr attr
         cdef int i, code
@@ -156,7 +157,7 @@ cdef class VerbsDevice(NativeDevice):
 
     @property
     def attributes(self) -> dict:
-        """What the device and its port are, as they are now."""
+        """The attributes of the device and its port. The port is queried at each call. Raises StatusError."""
         cdef ibv_port_attr port
         cdef ibv_context* context = self.opened()
         cdef int code = aiote_query_port(context, self.nic.number, &port, symbols().query_port)
@@ -172,14 +173,14 @@ cdef class VerbsDevice(NativeDevice):
 
     @property
     def async_fd(self) -> int:
-        """The descriptor that is readable when there are `events`."""
+        """The file descriptor that is readable while there are `events`."""
         return self.opened().async_fd
 
     def events(self) -> list[tuple[str, int]]:
-        """Take the asynchronous events that came: (what, number of the queue pair, or 0).
+        """Take the asynchronous events that have come, each as (what, number of the queue pair, or 0).
 
-        "queue failed" tells of one, "port up", "port down" and "removed" of the port, "queues failed" of what all peers
-        share; others, which ask for nothing, are left out.
+        "queue failed" is about one queue pair, "queues failed" about the shared receives or a completion queue, "port
+        up" and "port down" about the port, "removed" about the device. Other events need no reaction and are left out.
         """
         cdef ibv_context* context = self.opened()
         cdef ibv_async_event event
@@ -198,7 +199,7 @@ cdef class VerbsDevice(NativeDevice):
         return found
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> VerbsMemory:
-        """Register `length` bytes at `address`; `access` opens them to peers under the device's key.
+        """Register `length` bytes at `address`; `access` (MAY_READ, MAY_WRITE) is what their key allows to peers.
 
         The caller keeps the memory alive until the registration is closed. Raises StatusError.
         """
@@ -206,14 +207,17 @@ cdef class VerbsDevice(NativeDevice):
 
     def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,
                         bint writable=True, int access=MAY_ALL) -> VerbsMemory:
-        """Register a part of a DMA-BUF, which a GPU's driver gives out; peers address it from `address` on.
+        """Register a part of a DMA-BUF, which the GPU's driver has exported; peers address it from `address` on.
 
-        Raises StatusError: EOPNOTSUPP where library, kernel or device know nothing of it.
+        Raises StatusError: EOPNOTSUPP where the library, the kernel or the device does not support DMA-BUFs.
         """
         return VerbsMemory(self, address, length, writable, access, fd, offset)
 
     def close(self) -> None:
-        """Close it; everything under it must be closed before. Idempotent; nothing in a child of a fork."""
+        """Close the device. Everything on it must be closed first. Idempotent; does nothing in the child of a fork.
+
+        Raises RuntimeError while something is open on it, and StatusError if the driver refuses.
+        """
         cdef int code
         if self.epoch != fork_epoch() or self.nic.context == NULL:
             return
@@ -228,7 +232,7 @@ cdef class VerbsDevice(NativeDevice):
             self.drop()
 
     cdef int drop(self) noexcept:
-        """Close whatever is open of it; return what closing the device said."""
+        """Close everything that is open; return the code that closing the device returned."""
         cdef Nic* nic = &self.nic
         cdef int code, device
         for device in range(FLUSHED_DEVICES):
@@ -249,7 +253,7 @@ cdef class VerbsDevice(NativeDevice):
 
 @cython.no_gc_clear
 cdef class VerbsMemory(Registration):
-    """A memory region: `key` is the remote one, `desc` the local one."""
+    """A memory region: `key` is its remote key, `desc` holds its local key."""
 
     def __cinit__(self):
         self.mr = NULL
@@ -264,7 +268,7 @@ cdef class VerbsMemory(Registration):
         if fd >= 0 and symbols().reg_dmabuf_mr == NULL:
             failed("ibv_reg_dmabuf_mr", EOPNOTSUPP)
         self.device = device
-        # Before the GIL is let go: nobody closes the device under a call.
+        # Counted before the GIL is released, so that the device cannot be closed during the call.
         device.children += 1
         code = self.pin(device.nic.pd, address, length, flags, fd, offset)
         if code != 0:
@@ -276,15 +280,15 @@ cdef class VerbsMemory(Registration):
         self.length = length
 
     cdef int pin(self, ibv_pd* pd, uint64_t address, size_t length, int flags, int fd, uint64_t offset) noexcept:
-        """Have the kernel pin the pages, without the GIL, for that may take seconds; 0, or an error number."""
+        """Register without the GIL, because pinning the pages may take seconds; return 0 or an error number."""
         cdef Symbols* known = symbols()
         cdef int code = 0
         with nogil:
             if fd >= 0:
                 self.mr = known.reg_dmabuf_mr(pd, offset, length, address, fd, flags)
             elif known.reg_mr_iova2 != NULL:
-                # Libraries that know this one drop what a device cannot do; who counts immediates needs no order of
-                # bytes.
+                # A library with this function drops optional flags that the device cannot do. Relaxed ordering is safe
+                # because the engine counts immediates and does not depend on the order in which bytes arrive.
                 self.mr = known.reg_mr_iova2(pd, <void*> address, length, address, flags | IBV_ACCESS_RELAXED_ORDERING)
             else:
                 self.mr = known.reg_mr(pd, <void*> address, length, flags)
@@ -293,9 +297,9 @@ cdef class VerbsMemory(Registration):
         return code
 
     def flush_behind(self, uint64_t address) -> None:
-        """While this is registered, have all that arrives flushed to the GPU of memory there, before it is counted.
+        """Flush everything that arrives to the GPU that has the memory at `address`, before it is counted.
 
-        Raises StatusError.
+        This lasts until the registration is closed. Raises StatusError.
         """
         cdef Flushes* flushes = &self.device.nic.flushes
         cdef int device = device_of(address)
@@ -316,7 +320,10 @@ cdef class VerbsMemory(Registration):
             self.flushed = -1
 
     def close(self) -> None:
-        """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
+        """End the registration; the NIC refuses its key from here on. Raises StatusError.
+
+        Idempotent; does nothing in the child of a fork.
+        """
         cdef Symbols* known = symbols()
         cdef ibv_mr* mr = self.mr
         cdef int code

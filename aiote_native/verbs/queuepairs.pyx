@@ -1,8 +1,8 @@
-"""Two reliable connected queue pairs for one peer, with a completion queue and a channel to sleep on.
+"""Two reliable connected queue pairs for one peer, with a completion queue and a completion channel to sleep on.
 
-One pair carries writes and reads, the other messages: an arriving immediate takes a receive of its pair, and must not
-take one that a message is to come in. Receives for immediates are shared by all peers of a NIC (nic.pyx); the
-completion queue has room for every one of them to arrive here, so it cannot overflow.
+One pair carries writes and reads, the other one messages, because an arriving immediate uses up a receive of its pair
+and must not use up a receive that was posted for a message. All peers of a NIC share the receives for immediates
+(nic.pyx). The completion queue has room for all of these to be used up by this one peer, so it cannot overflow.
 """
 
 cimport cython
@@ -28,19 +28,19 @@ cdef object ADDRESS = struct.Struct("<BBBBH16sIIII")
 cdef int VERSION = 1
 
 cdef enum:
-    MTU_CODES = 5        # 256 bytes is 1, 4096 is 5
-    MAX_READS = 16      # that the peer may have outstanding toward us; each takes memory of the NIC's
+    MTU_CODES = 5        # code 1 is 256 bytes, code 5 is 4096
+    MAX_READS = 16      # reads that the peer may have outstanding here; each takes memory of the NIC
     INLINE_BYTES = 128
-    RNR_TIMER = 12       # 0.64 ms until a sender that found no receive tries again
-    FOR_EVER = 7         # so often: a peer without receives has not failed
+    RNR_TIMER = 12       # a sender that found no receive tries again after 0.64 ms
+    FOR_EVER = 7         # the code for unlimited retries, because a peer without posted receives has not failed
     HOPS = 64
 
 
 cdef class Peer:
-    """What a peer's address says, checked."""
+    """The contents of a peer's address, checked."""
 
     def __init__(self, bytes address):
-        """Raises ValueError for what no endpoint of this version gives out."""
+        """Unpack the address. Raises ValueError unless an endpoint of this version can have made it."""
         if len(address) != ADDRESS.size:
             raise ValueError(f"a verbs address has {ADDRESS.size} bytes, this one {len(address)}")
         (version, self.mtu, self.reads, link, self.lid, self.gid, data, text, data_psn,
@@ -55,7 +55,7 @@ cdef class Peer:
 
 @cython.no_gc_clear
 cdef class Endpoint(NativeEndpoint):
-    """Queue pairs for one peer: their address travels to it, its own is taken by `connect`."""
+    """The queue pairs for one peer. The caller sends their `address` to the peer and gives the peer's to `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
@@ -64,7 +64,7 @@ cdef class Endpoint(NativeEndpoint):
         self.drop(self.device)
 
     def __init__(self, VerbsDevice device):
-        """Make the pairs. Raises StatusError."""
+        """Make the two pairs. Raises StatusError."""
         if self.impl != NULL:
             raise RuntimeError("the endpoint is open already")
         device.opened()
@@ -93,7 +93,7 @@ cdef class Endpoint(NativeEndpoint):
         if self.impl.channel == NULL:
             failed("ibv_create_comp_channel")
         os.set_blocking(self.impl.channel.fd, False)
-        # Every receive may have been used up by this peer before we look: nothing that can come is without room.
+        # This peer may use up every shared receive between two polls, so the queue has room for all of them.
         entries = nic.receives + depth + TEXT_DEPTH + messages
         self.impl.cq = symbols().create_cq(nic.context, entries, NULL, self.impl.channel, 0)
         if self.impl.cq == NULL:
@@ -102,7 +102,8 @@ cdef class Endpoint(NativeEndpoint):
         self.make(&self.impl.text, False, min(depth, <uint32_t> TEXT_DEPTH), messages)
         self.wait_fd = self.impl.channel.fd
         self.numbers = (self.impl.data.qp.qp_num, self.impl.text.qp.qp_num)
-        # Where a pair begins to count is drawn at random: what an earlier one of that number sent is not taken for its.
+        # The first packet number of a pair is random, so that the pair does not accept packets that were sent to an
+        # earlier pair with the same number.
         self.psns = (int.from_bytes(os.urandom(3), "little"), int.from_bytes(os.urandom(3), "little"))
         self.address = ADDRESS.pack(
             VERSION, self.path_mtu(), min(nic.attr.max_qp_rd_atom, MAX_READS, 255),
@@ -111,13 +112,13 @@ cdef class Endpoint(NativeEndpoint):
         return 0
 
     cdef int path_mtu(self) except -1:
-        """Return the code of the largest packet that our port takes, or that the settings ask for."""
+        """Return the MTU code: the smaller one of the port's and the settings'."""
         cdef Nic* nic = &self.device.nic
         wanted = nic.settings.mtu.bit_length() - 8 if nic.settings.mtu else MTU_CODES
         return max(1, min(wanted, nic.port.active_mtu))
 
     cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1:
-        """Make one pair, ready to be brought up."""
+        """Make one pair and bring it to INIT. Raises StatusError."""
         cdef Nic* nic = self.impl.nic
         cdef ibv_qp_init_attr init
         cdef ibv_qp_attr attr
@@ -149,7 +150,10 @@ cdef class Endpoint(NativeEndpoint):
         return 0
 
     def connect(self, bytes address) -> None:
-        """Bring the pairs up toward the peer's. Raises StatusError, and ValueError for an address that is none."""
+        """Connect the pairs to the peer's pairs.
+
+        Raises StatusError, and ValueError for a malformed address or if only one of the two ports is an Ethernet port.
+        """
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)
@@ -160,7 +164,7 @@ cdef class Endpoint(NativeEndpoint):
         self.bring_up(&self.impl.text, peer, peer.numbers[1], peer.psns[1], self.psns[1])
 
     cdef int bring_up(self, Sends* sends, Peer peer, uint32_t remote, uint32_t remote_psn, uint32_t own_psn) except -1:
-        """Have one pair ready to receive, and then to send."""
+        """Bring one pair to RTR (ready to receive), then to RTS (ready to send). Raises StatusError."""
         cdef Nic* nic = self.impl.nic
         cdef ibv_qp_attr attr
         cdef bytes gid = peer.gid
@@ -174,7 +178,7 @@ cdef class Endpoint(NativeEndpoint):
         attr.ah_attr.dlid = peer.lid
         attr.ah_attr.sl = nic.settings.service_level
         attr.ah_attr.port_num = nic.number
-        # Within one InfiniBand subnet, whose number is a GID's first half, the LID suffices.
+        # Within one InfiniBand subnet the LID suffices; the first half of a GID is the number of the subnet.
         attr.ah_attr.is_global = peer.ethernet or gid[:8] != bytes(nic.gid.raw[:8])
         memcpy(attr.ah_attr.grh.dgid.raw, <const char*> gid, 16)
         attr.ah_attr.grh.sgid_index = nic.settings.gid_index
@@ -197,7 +201,7 @@ cdef class Endpoint(NativeEndpoint):
         return 0
 
     def owns(self, int queue) -> bool:
-        """Whether a queue pair of that number is one of the two."""
+        """Return whether the queue pair with that number is one of the two."""
         return queue in self.numbers
 
     cdef void** impl_slot(self) noexcept:

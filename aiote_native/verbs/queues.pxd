@@ -10,10 +10,10 @@ from aiote_native.verbs.ibverbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_se
 from aiote_native.verbs.nic cimport Nic, VerbsDevice
 
 cdef enum:
-    CHAIN = 64        # work requests that are handed over at a time
-    SIGNALLED = 16    # of those one in so many asks for a completion, so that not all of a window ends at once
-    TAKEN = 32        # completions that are taken at a time
-    DATA_DEPTH = 256  # power of two, as all depths
+    CHAIN = 64        # work requests posted at a time
+    SIGNALLED = 16    # one in 16 of them asks for a completion, so that a full window does not end all at once
+    TAKEN = 32        # completions taken at a time
+    DATA_DEPTH = 256  # a power of two, as all depths are
     TEXT_DEPTH = 64
 
 ctypedef ibv_send_wr send_chain[CHAIN]
@@ -21,7 +21,7 @@ ctypedef ibv_sge sge_chain[CHAIN]
 ctypedef ibv_wc taken_batch[TAKEN]
 ctypedef WorkRequest* data_ring[DATA_DEPTH]
 
-# The sends of one queue pair that are not over, oldest first: not every one tells of its end.
+# The outstanding sends of one queue pair, oldest first. The ring is needed because not every send has a completion.
 cdef struct Sends:
     ibv_qp* qp
     uint32_t depth
@@ -34,18 +34,18 @@ cdef struct VerbsEndpoint:
     Nic* nic
     ibv_comp_channel* channel
     ibv_cq* cq
-    Sends data           # writes and reads; what arrives takes the receives that all peers share
+    Sends data           # writes and reads; arriving immediates use up the receives that all peers share
     Sends text           # messages, with receives of their own
     send_chain wrs
     sge_chain sges
-    Sends* chained       # whose chain it is
-    uint32_t links       # how many are in it
+    Sends* chained       # the queue pair that the chain is for
+    uint32_t links       # work requests in the chain
     taken_batch taken
     int taken_at
     int taken_count
     bint armed
-    bint stirred         # something was taken since it was armed, so its event may have come
-    bint dying           # disconnected: its own receives end without being reported
-    int broken           # negative error number: nothing more can be posted
+    bint stirred         # completions were taken since it was armed, so its event may have come
+    bint dying           # disconnected: the ends of its own receives are not reported
+    int broken           # a negative error number; nothing more can be posted then
 
 cdef RailOps operations

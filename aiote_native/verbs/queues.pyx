@@ -1,8 +1,9 @@
-"""Posting to the queue pairs of one peer, and taking what came of it.
+"""Post work requests to the queue pairs of one peer, and poll their completions.
 
-Work requests are chained until the end of a turn, and only some of a chain ask for a completion: in a reliable
-connected pair everything before one is over then, too. When one fails, nothing is concluded about those before it that
-nobody has told the end of: they are reported as failed, and counting tells which of them came (docs/failover.md).
+Work requests are chained until the end of a turn, and only some requests of a chain ask for a completion: in a reliable
+connected pair, all requests before a completed one are complete, too. When a request fails, the requests before it
+without a completion of their own may have arrived or not. They are reported as failed, and the count of immediates
+tells which of them arrived (docs/failover.md).
 """
 
 from libc.errno cimport (
@@ -30,7 +31,7 @@ cdef enum:
 
 
 cdef int error_of(int status) noexcept nogil:
-    """Return the error number for the status of a completion."""
+    """Return the error number that stands for the status of a completion."""
     if status == IBV_WC_WR_FLUSH_ERR:
         return ECANCELED
     if status == IBV_WC_RETRY_EXC_ERR:
@@ -51,7 +52,7 @@ cdef int error_of(int status) noexcept nogil:
 
 
 cdef int flush(void* impl) noexcept nogil:
-    """Hand over what was chained."""
+    """Post the chain; return 0 or a negative error number."""
     cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
     cdef ibv_send_wr* bad = NULL
     cdef uint32_t links = self.links
@@ -63,7 +64,8 @@ cdef int flush(void* impl) noexcept nogil:
     self.wrs[links - 1].send_flags |= IBV_SEND_SIGNALED
     code = ibv_post_send(self.chained.qp, self.wrs, &bad)
     if code != 0:
-        # Those that were not handed over have no end of their own: the pair is given up, and all that is on it lost.
+        # The requests that were not posted will never have a completion, so the endpoint is broken and everything
+        # outstanding on it is lost.
         self.broken = -code
     return -code
 
@@ -92,7 +94,7 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
 
 
 cdef void describe(VerbsEndpoint* self, Sends* sends, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Fill in the next link of the chain."""
+    """Fill in the next work request of the chain."""
     cdef ibv_send_wr* out = &self.wrs[self.links]
     cdef uintptr_t desc = <uintptr_t> args.desc
     out.wr_id = <uintptr_t> wr
@@ -136,7 +138,7 @@ cdef int post_receive(VerbsEndpoint* self, const Post* args, WorkRequest* wr) no
 
 
 cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
-    """Take completions; of those that have failed only `wr_id` and `status` are defined."""
+    """Take completions. A failed work completion defines only `wr_id` and `status`."""
     cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
     cdef int made = 0
     cdef int got
@@ -168,9 +170,9 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
 
 
 cdef bint flush_arrived(const Flushes* flushes, Completion* out, int* made) noexcept nogil:
-    """Flush what has arrived, by immediates and answers to reads, to GPUs, before anybody hears of it.
+    """Flush arrived writes and read data to the GPUs before their completions are reported.
 
-    False where a driver refuses: then no immediate is left in `out`, and reads there have failed.
+    Return False where a driver refuses: the immediates are then removed from `out`, and the reads in it are failed.
     """
     cdef bint arrived = False
     cdef int code = 0
@@ -196,7 +198,7 @@ cdef bint flush_arrived(const Flushes* flushes, Completion* out, int* made) noex
 
 
 cdef bint translate(VerbsEndpoint* self, const ibv_wc* wc, Completion* out, int* made, int capacity) noexcept nogil:
-    """Say what a completion means; False where there is no room for all of that yet."""
+    """Translate one work completion into `out`; return False where `out` has no room yet for all that it reports."""
     cdef WorkRequest* wr = <WorkRequest*> <uintptr_t> wc.wr_id
     cdef Completion* one = &out[made[0]]
     if wr == NULL:
@@ -220,11 +222,11 @@ cdef bint translate(VerbsEndpoint* self, const ibv_wc* wc, Completion* out, int*
 
 
 cdef bint retire(Sends* sends, WorkRequest* last, int status, Completion* out, int* made, int capacity) noexcept nogil:
-    """Report the sends up to one, all with its status; False where there is no room for all."""
+    """Report all sends up to `last` with its status; return False where `out` has no room for all of them."""
     cdef WorkRequest* wr
     cdef uint32_t i = sends.tail
     if status != IBV_WC_SUCCESS:
-        # One that has been reported already takes nobody with it.
+        # A send that was already reported is no longer in the ring; its failure fails no other send.
         while i != sends.head and sends.ring[i & (sends.depth - 1)] != last:
             i += 1
         if i == sends.head:
@@ -249,7 +251,10 @@ cdef void ended(Completion* out, WorkRequest* wr, int status) noexcept nogil:
 
 
 cdef int arm(void* impl) noexcept nogil:
-    """Ask for a wake-up. The first time there may be what came just before: 1, drain once more."""
+    """Ask for an event on the descriptor; return 0 when it is safe to sleep, and 1 when the caller has to drain again.
+
+    Completions may have come just before the request for the event, so the call that makes it returns 1.
+    """
     cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
     cdef ibv_cq* cq = NULL
     cdef void* context = NULL
@@ -269,7 +274,7 @@ cdef int arm(void* impl) noexcept nogil:
 
 
 cdef bint disconnect(void* impl) noexcept nogil:
-    """Put both pairs into the error state: nothing more comes or goes, and what was posted ends."""
+    """Put both pairs into the error state: nothing more is sent or received, and all posted requests complete."""
     cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
     cdef ibv_qp_attr attr
     flush(self)
@@ -302,7 +307,7 @@ cdef void release(void* impl) noexcept nogil:
 
 
 cdef void give_receives_back(VerbsEndpoint* self) noexcept nogil:
-    """Count the shared receives that arrivals have used up and nobody will be told of any more."""
+    """Count the shared receives that unreported arrivals have used up, and post them again."""
     cdef ibv_wc wc
     if self.cq == NULL:
         return

@@ -4,7 +4,7 @@ from aiote_native.verbs.ibverbs cimport (
     ibv_async_event, ibv_comp_channel, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_mr, ibv_pd,
     ibv_qp, ibv_qp_attr, ibv_qp_init_attr, ibv_srq, ibv_srq_init_attr, query_port_old)
 
-# The functions that libibverbs exports; the last two are NULL in old versions.
+# The functions that libibverbs exports. The last two are NULL if the library is too old to have them.
 cdef struct Symbols:
     ibv_device** (*get_device_list)(int* count) noexcept nogil
     void (*free_device_list)(ibv_device** list) noexcept nogil
@@ -38,6 +38,6 @@ cdef struct Symbols:
     ibv_mr* (*reg_dmabuf_mr)(ibv_pd* pd, uint64_t offset, size_t length, uint64_t iova, int fd,
                              int access) noexcept nogil
 
-cdef Symbols verbs  # for who knows that the library is loaded: whatever is open
+cdef Symbols verbs  # only for code that runs while something is open, because the library is loaded then
 cdef Symbols* symbols() except NULL
 cdef int failed(str operation, int code=*) except -1

@@ -1,4 +1,4 @@
-"""libibverbs.so.1, opened with dlopen: the functions that it exports, by the versions that the headers are for."""
+"""libibverbs.so.1, opened with dlopen: the functions that it exports, in the symbol versions that the headers name."""
 
 from libc.errno cimport EIO, errno
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen
@@ -9,11 +9,11 @@ cdef extern from "<dlfcn.h>" nogil:
     void* dlvsym(void* handle, const char* symbol, const char* version)
 
 cdef enum:
-    FUNCTIONS = 29  # of the table
+    FUNCTIONS = 29  # in the table
 
 cdef extern from * nogil:
     """
-    /* In the order of Symbols: every one from its first version with today's structures. */
+    /* In the order of Symbols. Each version is the first one of that function with today's structures. */
     static const char* const aiote_verbs_names[][2] = {
         {"ibv_get_device_list", "1.1"}, {"ibv_free_device_list", "1.1"}, {"ibv_get_device_name", "1.1"},
         {"ibv_open_device", "1.1"}, {"ibv_close_device", "1.1"}, {"ibv_query_device", "1.1"},
@@ -29,7 +29,7 @@ cdef extern from * nogil:
     const char* aiote_verbs_names[29][2]
 
 cdef enum:
-    OPTIONAL = 2  # functions at the table's end that an old library may lack
+    OPTIONAL = 2  # functions at the end of the table, which an old library may lack
 
 cdef Symbols verbs
 cdef void* handle = NULL
@@ -42,12 +42,12 @@ cdef Symbols* symbols() except NULL:
 
 
 cdef int failed(str operation, int code=0) except -1:
-    """Raise the StatusError of a call that failed with `code`, or, for 0, with errno."""
+    """Raise the StatusError of a call that failed with `code`, or with errno if `code` is 0."""
     return check(-(code if code > 0 else errno if errno else EIO), operation)
 
 
 def load(str path="libibverbs.so.1") -> None:
-    """Open the library for the life of the process; once is enough. Raises ImportError with the linker's reason."""
+    """Open the library for the life of the process, unless it is open. Raises ImportError with the linker's reason."""
     global handle
     cdef void** function = <void**> &verbs
     cdef bytes version
@@ -68,10 +68,10 @@ def load(str path="libibverbs.so.1") -> None:
 
 
 def event_name(int event) -> str:
-    """Return what the library calls an asynchronous event."""
+    """Return the library's name of an asynchronous event."""
     return symbols().event_type_str(event).decode()
 
 
 def completion_status(int status) -> str:
-    """Return what the library calls the status of a work completion."""
+    """Return the library's name of the status of a work completion."""
     return symbols().wc_status_str(status).decode()

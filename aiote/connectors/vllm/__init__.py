@@ -1,6 +1,6 @@
-"""What vLLM finds of aiote: `AioteConnector`, and `register`, the entry point, which it calls in each of its processes.
+"""aiote's interface for vLLM: `AioteConnector`, and the entry point `register`, which vLLM calls in each process.
 
-Names are registered, and nothing of vLLM or of torch is imported before vLLM asks for what they stand for.
+`register` registers names only. Neither vLLM's classes nor torch are imported before vLLM requests a named object.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ NAME = "aiote"
 
 
 def register() -> None:
-    """Register what vLLM's configuration may name: `{"backend": "aiote"}` in `--weight-transfer-config`.
+    """Register the backend that vLLM's configuration may name: `{"backend": "aiote"}` in `--weight-transfer-config`.
 
-    Does nothing where this vLLM has no weight transfer. Idempotent.
+    Does nothing if this vLLM has no weight transfer. Idempotent.
     """
     try:
         from vllm.distributed.weight_transfer import factory
@@ -29,7 +29,7 @@ def register() -> None:
         try:
             registry.register_engine(NAME, "aiote.connectors.vllm.weights", name)
         except ValueError:
-            # vLLM refuses a second registration; some of its processes load their plugins twice.
+            # vLLM refuses a second registration, and some of its processes load their plugins twice.
             continue
 
 

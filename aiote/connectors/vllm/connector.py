@@ -1,7 +1,7 @@
-"""vLLM's KV connector: prompts computed by one engine are decoded by another; see docs/connectors.md.
+"""vLLM's KV connector: one engine computes prompts, another decodes them; see docs/connectors.md.
 
-One class for both of its roles. In the scheduler it is a `RequestTable`, in each worker `Transfers`; here is what turns
-vLLM's objects into theirs. vLLM calls synchronously, and nothing here waits except `shutdown`.
+One class has both roles. In the scheduler it holds a `RequestTable`, in each worker `Transfers`; this module translates
+vLLM's objects into theirs. vLLM calls synchronously, and only `shutdown` waits.
 """
 
 from __future__ import annotations
@@ -46,31 +46,32 @@ __all__ = ["AioteConnector"]
 logger = init_logger(f"vllm.{__name__}")
 LEASE_S, LEASE_LIMIT_S = 30, 600
 RENEWALS = 6
-"""In the time of a lease, so that some may be late."""
+"""Renewals within the duration of a lease, so that some may be late."""
 ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 @dataclass
 class AioteMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers in a step."""
+    """The scheduler's message to the workers in a step."""
 
     steps: Steps
 
 
 @dataclass
 class AioteHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler at the start."""
+    """A worker's message to the scheduler at the start."""
 
     address: str
 
 
 class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Brings KV caches from prefill to decode engines, between vLLM's own tensors.
+    """Moves KV caches from prefill to decode engines, between vLLM's own tensors.
 
     `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that a
-    computed prompt waits for who decodes it (30), which a decode engine where it is queued renews, for
-    "kv_lease_limit" seconds at most (600); "reads": decode workers read, else prefill workers write (false).
-    What becomes of a request whose cache does not come is said by vLLM's `kv_load_failure_policy`.
+    computed prompt waits for its decode engine (30); "kv_lease_limit", the most seconds for which a decode engine can
+    renew that time while the request is queued there (600); "reads": if true, decode workers read, if false (the
+    default), prefill workers write. vLLM's `kv_load_failure_policy` decides what happens to a request whose cache does
+    not come.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -92,13 +93,13 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for pages of whole heads, layer by layer, where vLLM has a choice."""
+        """Return the layout with pages of whole heads, layer by layer, if vLLM has a choice; None if it has not."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Refuse the mode that unmaps the tensors, which stay registered."""
+        """Return False: sleep mode unmaps the tensors, but they stay registered."""
         return False
 
     def _seconds(self, name: str, default: float) -> float:
@@ -110,48 +111,51 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the scheduler.
 
     def on_new_request(self, request: Request) -> None:
-        """Take note that a request is queued, so that its cache is kept for it."""
+        """Record that a request is queued, so that the other side keeps its cache."""
         self._table.arrived(request.request_id, request.kv_transfer_params, time.monotonic())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the addresses of the workers; a `MultiConnector` may have what another connector's workers say."""
+        """Store the addresses of the workers. Metadata of other connectors, from a `MultiConnector`, is ignored."""
         said = [metadata[rank] for rank in sorted(metadata)]
         self._table.addresses = [one.address for one in said if isinstance(one, AioteHandshake)]
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return all groups that are transferred: a request's own blocks come."""
+        """Return all groups that are transferred, because a transfer fills the request's own blocks of each."""
         return tuple(self._groups)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens of a prompt come from elsewhere, between steps."""
+        """Return how many tokens of a prompt come from another engine, and whether they come between steps."""
         found = self._table.external(request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens)
         return found, found > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Have a request's cache received into its blocks."""
+        """Request that the workers receive a request's cache into its blocks."""
         params, prompt = request.kv_transfer_params, request.num_prompt_tokens
         self._table.allocated(request.request_id, params, prompt, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteMetadata:
-        """Return what is new for the workers."""
+        """Return the news for the workers since the last step."""
         return AioteMetadata(self._table.take(time.monotonic()))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take note of requests that have been received."""
+        """Record the requests that the workers have received."""
         for request in connector_output.finished_recving or ():
             self._table.received(request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of an engine that has one."""
+        """Do as `request_finished_all_groups`, for an engine with a single group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer a prompt that was computed to be decoded elsewhere; its blocks are then kept."""
-        # The last token that was sampled has no cache yet.
+        """Offer a prompt that was computed for another engine.
+
+        Returns whether vLLM has to keep its blocks, and the parameters for its receiver.
+        """
+        # The last sampled token has no cache yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1) if request.status in ENDED_WELL else 0
         params = self._table.finished(request.request_id, request.kv_transfer_params, tokens, block_ids)
         return params is not None, params
@@ -159,8 +163,8 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the engine and register the tensors; raises UsageError for what cannot be transferred."""
-        # Not before: vLLM does not say earlier which rank a worker is.
+        """Open the engine and register the tensors. Raises UsageError for tensors that cannot be transferred."""
+        # vLLM does not tell a worker its rank earlier than this.
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         config, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
@@ -190,28 +194,28 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 if name not in kv_caches:
                     continue  # of another stage of the pipeline
                 tensor = kv_caches[name]
-                # Of fewer heads than ranks, several ranks have the same one.
+                # With fewer heads than ranks, several ranks have the same head.
                 first = rank * tensor.shape[1] if heads >= ranks else rank * heads // ranks
                 first = 0 if isinstance(spec, MLAAttentionSpec) else first
                 yield Layer(name, tensor, group, first, self._kernels(context.get(name), tensor))
 
     def _kernels(self, layer: Any, tensor: torch.Tensor) -> str:
-        """Return what a block's bytes depend on beside their type: who computes with them, what uint8 stands for."""
+        """Return what determines a block's bytes besides their type: the kernels, and the real type behind uint8."""
         kernels = getattr(layer, "isa", type(getattr(layer, "impl", None)).__name__)
         kind = str(self._vllm_config.cache_config.cache_dtype).replace("fp8_e4m3", "fp8")
         return f"{kernels} {kind}" if tensor.dtype is torch.uint8 else str(kernels)
 
     def get_handshake_metadata(self) -> AioteHandshake | None:
-        """Return where this worker is reached."""
+        """Return the address of this worker, once it has an engine."""
         return None if self._transfers is None else AioteHandshake(self._transfers.address)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin what is new in a step."""
+        """Begin the transfers that are new in a step."""
         if self._transfers is not None:
             self._transfers.start(self._get_connector_metadata().steps)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return which requests' blocks are vLLM's again."""
+        """Return the requests whose transfers have ended, and whose blocks vLLM may use again."""
         if self._transfers is None:
             return KVConnectorTransferResults()
         ended = self._transfers.ended()
@@ -220,24 +224,24 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(ended.sent, ended.received, set(ended.failed))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is computed once all its layers are here."""
+        """Do nothing, because a request is computed only once all its layers are here."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Do nothing: a request is offered once all its layers are computed."""
+        """Do nothing, because a request is offered only once all its layers are computed."""
 
     def wait_for_save(self) -> None:
         """Do nothing, as `save_kv_layer`."""
 
     def shutdown(self) -> None:
-        """End all transfers and wait until no block is touched any more."""
+        """End all transfers, and wait until no transfer touches a block any more."""
         if self._transfers is not None:
             self._transfers.close()
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> dict[int, tuple[Any, list[str]]]:
-    """Return the groups of blocks that are transferred. Raises UsageError for what is no cache of a prompt's tokens."""
+    """Return the groups of blocks that are transferred. Raises UsageError for caches that do not hold prompt tokens."""
     groups = {number: kv_cache_config.kv_cache_groups[number] for number in kv_cache_config.transfer_group_ids}
     for group in groups.values():
         spec = group.kv_cache_spec

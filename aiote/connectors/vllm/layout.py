@@ -1,9 +1,9 @@
 """vLLM's KV tensors as a `Cache`. Every tensor stays where it is; each storage is registered once, as a whole.
 
-The CPU backend has [blocks, heads, tokens, 2 * head size] for each layer. Within a head of a block it keeps all keys,
-then all values, in an order that its kernels choose: so a page is opaque, whole heads of it move, and both sides need
-blocks of the same size and kernels of the same instruction set, which is part of the type's name. MLA has [blocks,
-tokens, items], without heads: all ranks of a group have the same.
+The CPU backend has a tensor [blocks, heads, tokens, 2 * head size] for each layer. Within a head of a block it keeps
+all keys, then all values, in an order that its kernels choose. Therefore a page is opaque, and only whole heads of it
+can move. Both sides need blocks of the same size and kernels of the same instruction set, so the instruction set is
+part of the type's name. MLA has tensors [blocks, tokens, items], without heads: all ranks of a group have the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Layer", "cache_of"]
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 FIELD_LENGTH = 64
 AXES = {3: "page item item", 4: "page head item item"}
-"""By how many dimensions a tensor has."""
+"""The meaning of a tensor's axes, by its number of dimensions."""
 
 
 class Layer(NamedTuple):
-    """A layer's tensor: in which group of blocks it is, the number of its first head in the model, and what its bytes
-    are, beside their type.
+    """A layer's tensor, its group of blocks, the number of its first head in the model, and `kernels`: what determines
+    its bytes besides their type.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Layer(NamedTuple):
 
 
 def cache_of(name: str, layers: Iterable[Layer], ranks: int = 1) -> Cache:
-    """Return the cache that these layers are, of one of so many ranks of a group. Raises UsageError for memory of a
-    device, and for tensors of another shape.
+    """Return these layers as the cache of one rank, in a group of `ranks`. Raises UsageError for device memory, and for
+    tensors with another number of dimensions.
     """
     import torch
 

@@ -1,16 +1,17 @@
-"""The scheduler's side of KV transfers: what becomes of each request. Knows neither vLLM nor an engine.
+"""The scheduler's side of KV transfers: the state of each request. Knows neither vLLM nor an engine.
 
-| a request       | is known by                                      | goes to the workers as                          |
+| a request       | is recognized by                                 | goes to the workers as                          |
 |-----------------|--------------------------------------------------|-------------------------------------------------|
-| to be offered   | `do_remote_decode`, and has ended well           | `Offered`; its blocks are kept until they say   |
-| to be received  | `do_remote_prefill`, and has blocks for it       | `Wanted`, once; the same                        |
-| ended meanwhile | vLLM, by an abort                                | its name in `cancelled`; the same               |
-| not wanted      | `do_remote_prefill`, and has all, or was aborted | `Wanted` without rows: nobody need wait for it  |
+| to be offered   | `do_remote_decode`, and it has ended well        | `Offered`; blocks are kept until workers report |
+| to be received  | `do_remote_prefill`, and it has blocks           | `Wanted`, once; blocks are kept likewise        |
+| ended meanwhile | vLLM's abort                                     | its name in `cancelled`; likewise               |
+| not wanted      | `do_remote_prefill`, and it is complete, or was  | `Wanted` without rows, so that the other side   |
+|                 | aborted                                          | need not wait for it                            |
 | waiting         | `do_remote_prefill`, from its arrival on, until  | its name in `renewed`, every `interval` seconds |
 |                 | it is received, ended, or not wanted             |                                                 |
 
-The parameters are those that NIXL's connector gives and takes, with one key more: `aiote` says where the pages are.
-Clients send them, so nothing is relied on that they say: what is malformed is not there, and the prompt is computed.
+The parameters are those of NIXL's connector, with one more key: `aiote` has the location of the pages. Clients send
+them, so they are not trusted: malformed parameters are treated as absent, and the prompt is computed here.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ __all__ = ["Offered", "RequestTable", "Row", "Steps", "Wanted"]
 Text: TypeAlias = Annotated[str, Meta(max_length=256)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Blocks: TypeAlias = Sequence[Sequence[int]]
-"""The numbers of a request's blocks, for each group. Block 0 stands for blocks that a window has gone past."""
+"""The numbers of a request's blocks, for each group. Block 0 replaces blocks that a sliding window has left behind."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a request's pages are: the addresses of its workers, and the first token of each group that they have."""
+    """The location of a request's pages: the workers' addresses, and the first token that they have of each group."""
 
     addresses: Annotated[list[Text], Meta(min_length=1, max_length=4096)]
     first_tokens: Annotated[list[Count], Meta(max_length=1024)]
 
 
 class Remote(msgspec.Struct, frozen=True):
-    """What is needed of the parameters of a request whose cache is elsewhere."""
+    """The needed part of the parameters of a request whose cache is in another engine."""
 
     remote_request_id: Text
     remote_num_tokens: Count
@@ -47,7 +48,7 @@ class Remote(msgspec.Struct, frozen=True):
 
 
 class Row(NamedTuple):
-    """Blocks of one group, from this place in the request on."""
+    """Consecutive blocks of one group; `start` is the index of the first one in the request."""
 
     blocks: list[int]
     start: int
@@ -62,7 +63,7 @@ class Offered(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A request whose cache is to be received, or, without rows, is not wanted: the other side is told."""
+    """A request whose cache is to be received. Without rows it is not wanted, which the workers tell the other side."""
 
     request: str
     remote_request: str
@@ -72,20 +73,20 @@ class Wanted(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is new for the workers."""
+    """The news for the workers since the last step."""
 
     offered: list[Offered]
     wanted: list[Wanted]
     cancelled: list[str]
     renewed: dict[str, list[str]] | None = None
-    """Requests that have not come yet, as they are called there, by the workers that keep them."""
+    """Requests that still wait for their cache, by the address of the worker that keeps it, with that side's names."""
 
 
 class RequestTable:
-    """The requests of one engine that come from elsewhere or go there.
+    """The requests of one engine whose caches are received from, or offered to, other engines.
 
-    block_tokens: how many tokens a block of each group has. interval: after how many seconds the other side hears that
-    a request is still wanted. `addresses` are those of the workers, once they are known.
+    block_tokens: how many tokens a block of each group has. interval: seconds between two messages to the other side
+    that a request is still wanted. `addresses` are those of this engine's workers, once they are known.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class RequestTable:
         self._interval, self._renewed_at = interval, 0.0
 
     def take(self, now: float) -> Steps:
-        """Return what is new since the last time."""
+        """Return the news for the workers since the last call."""
         steps, self._steps = self._steps, Steps([], [], [])
         if not self._waiting or now < self._renewed_at + self._interval:
             return steps
@@ -117,10 +118,10 @@ class RequestTable:
                 renewed.setdefault(address, []).append(remote.remote_request_id)
         return steps._replace(renewed=renewed)
 
-    # A request that comes from elsewhere.
+    # A request whose cache comes from another engine.
 
     def arrived(self, request: str, params: dict[str, Any] | None, now: float) -> None:
-        """Take note that a request has come, and waits for blocks."""
+        """Record that a request has arrived, and waits for blocks."""
         remote = _remote(params)
         if remote is not None:
             if not self._waiting:
@@ -128,16 +129,16 @@ class RequestTable:
             self._waiting[request] = remote
 
     def external(self, params: dict[str, Any] | None, prompt: int, computed: int) -> int:
-        """Return how many tokens of a prompt can be received beyond those that are here already."""
+        """Return how many tokens of a prompt can be received beyond the `computed` ones, which are here already."""
         remote = _remote(params)
         return max(0, min(prompt, remote.remote_num_tokens) - computed) if remote else 0
 
     def allocated(self, request: str, params: dict[str, Any] | None, prompt: int, blocks: Blocks, count: int) -> None:
-        """Take note that a request has its blocks, and is to receive `count` tokens, at the end of what comes."""
+        """Record that a request has its blocks; request the last `count` tokens of its cache from the other side."""
         remote = _remote(params)
         if remote is None or params is None:
             return
-        # Once is all: a request that is preempted, or whose cache did not come, is computed here.
+        # Receive it only once: if the request is preempted, or its cache does not come, it is computed here.
         params["do_remote_prefill"] = False
         if not count:
             self._release(request, remote)
@@ -154,24 +155,25 @@ class RequestTable:
         self._steps.wanted.append(wanted)
 
     def received(self, request: str) -> None:
-        """Take note that the workers have reported a request, whatever came of it."""
+        """Record that the workers have reported a request, whatever its outcome."""
         self.receiving.discard(request)
         self._waiting.pop(request, None)
 
     def _release(self, request: str, remote: Remote) -> None:
-        """Have the other side told that nobody will ask for a request."""
+        """Make the workers tell the other side that this engine does not want a request's cache."""
         self._waiting.pop(request, None)
         there = remote.aiote.addresses
         self._steps.wanted.append(Wanted(request, remote.remote_request_id, there, remote.remote_num_tokens, {}))
 
-    # One that goes elsewhere, and the end of either.
+    # A request whose cache goes to another engine, and the end of any request.
 
     def finished(
         self, request: str, params: dict[str, Any] | None, tokens: int, blocks: Blocks
     ) -> dict[str, Any] | None:
-        """Take note that a request has ended, well if it has `tokens`; return what the one who receives it is told.
+        """Record that a request has ended, successfully if it has `tokens`; return the parameters for its receiver.
 
-        Its blocks are then to be kept until the workers report it; without an answer they are not.
+        If parameters are returned, vLLM keeps the request's blocks until the workers report it. With None it frees them
+        as usual.
         """
         self._waiting.pop(request, None)
         if request in self.receiving:
@@ -202,14 +204,14 @@ class RequestTable:
             "remote_host": at.host,
             "remote_port": at.port,
             **self._told,
-            # What routers are told of NIXL's connector: that prefilling comes first.
+            # NIXL's connector tells routers by this key that the prompt has to be computed first.
             "transfer_mode": "pull",
             "aiote": {"addresses": self.addresses, "first_tokens": firsts},
         }
 
 
 def _remote(params: dict[str, Any] | None) -> Remote | None:
-    """Return where the cache of a request is, if it is elsewhere and can be had."""
+    """Return the location of a request's cache, if it is in another engine and the parameters are well-formed."""
     if not params or not params.get("do_remote_prefill"):
         return None
     try:
@@ -219,5 +221,5 @@ def _remote(params: dict[str, Any] | None) -> Remote | None:
 
 
 def _skipped(blocks: Sequence[int]) -> int:
-    """Return how many blocks a window has gone past: they are the first ones."""
+    """Return how many leading blocks a sliding window has left behind."""
     return next((place for place, block in enumerate(blocks) if block), len(blocks))

@@ -1,6 +1,6 @@
-"""A worker's side of KV transfers: what its rank offers and receives. Knows nothing of vLLM.
+"""A worker's side of KV transfers: the caches that its rank offers and receives. Knows nothing of vLLM.
 
-Nothing here waits, except `close`. A worker starts what is new in a step and asks at its end what has ended.
+Only `close` waits. A worker starts the new transfers at the beginning of a step, and polls at its end which have ended.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Ended", "Transfers"]
 
 
 class Ended(NamedTuple):
-    """Requests whose pages are the engine's again. `failed` are those of `received` that have not come, and why, and
-    were not cancelled.
+    """Requests whose transfers have ended, so that the engine may use their pages again. `failed` are the requests in
+    `received` whose cache has not come, and why, without the cancelled ones.
     """
 
     sent: set[str]
@@ -31,10 +31,10 @@ class Ended(NamedTuple):
 class Transfers:
     """The transfers of one rank.
 
-    reads: it reads what it receives; else it is written to it. lease: seconds that an offer waits for who receives it,
-    or for the next time that this is renewed; lease_limit: seconds for which it can be. turn: its rank, of which the
-    first renews for all.
-    settings: those of `aiote.open_engine`. Raises what opening an engine and registering memory do.
+    reads: this rank reads the caches that it receives; otherwise the other side writes them. lease: seconds that an
+    offer waits for its receiver, or for its next renewal; lease_limit: the most seconds that renewals can keep it.
+    turn: the number of this rank; rank 0 renews for all ranks. settings: those of `aiote.open_engine`. Raises the
+    errors of opening an engine and of registering memory.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Transfers:
 
     @property
     def address(self) -> str:
-        """Where those who receive reach this rank."""
+        """The address at which receivers reach this rank."""
         return str(self.bridge.engine.address)
 
     def start(self, steps: Steps) -> None:
-        """Begin what is new. What cannot begin has ended."""
+        """Begin the new transfers of a step. `ended` reports a transfer that cannot begin."""
         for request in steps.offered:
             try:
                 assert self._producer is not None
                 rows = _rows(request.rows)
                 self._producer.offer(request.request, tokens=request.tokens, rows=rows, readers=None, computed=True)
             except aiote.AioteError:
-                # Who asks for it is refused after a while.
+                # The producer refuses a receiver that asks for this request, after a wait of `lease` seconds.
                 self._refused.sent.add(request.request)
         for wanted in steps.wanted:
             self._receive(wanted)
@@ -107,32 +107,32 @@ class Transfers:
             self._refused.failed[wanted.request] = str(error)
 
     def ended(self) -> Ended:
-        """Return what has ended since the last time."""
+        """Return the transfers that have ended since the last call."""
         ended, self._refused = self._refused, Ended(set(), set(), {})
         if self._producer is not None:
             over = self._producer.poll()
-            # However it ended, who has received it knows: its pages are free.
+            # The pages are free however the transfer ended; the receiver learns the outcome by itself.
             ended.sent.update(over.moved, over.failed)
         if self._consumer is not None:
             over = self._consumer.poll()
             ended.received.update(over.moved)
             ended.failed.update(over.failed)
         ended.received.update(ended.failed)
-        # Nobody waits for those that are not wanted.
+        # Leave out requests without rows, which were not wanted: vLLM does not wait for them.
         ended.received.intersection_update(self._receiving)
         for name in ended.received:
             wanted = self._receiving.pop(name)
             if name in self._cancelled:
-                # It may have ended before it was asked for, and would then be waited for.
+                # The transfer may have ended before the other side was asked for it. Tell that side, which would wait.
                 self._cancelled.discard(name)
                 ended.failed.pop(name, None)
                 self._receive(wanted._replace(rows={}))
         return ended._replace(failed={name: why for name, why in ended.failed.items() if name in ended.received})
 
     def close(self) -> None:
-        """End all, wait until no page is touched any more, and give the engine back. Idempotent.
+        """End all transfers, wait until they no longer touch any page, and release the engine. Idempotent.
 
-        What interrupts it (Ctrl-C) is raised then.
+        An interruption (Ctrl-C) is raised once that is done.
         """
         with ExitStack() as all_of_it:
             all_of_it.callback(self.bridge.close)

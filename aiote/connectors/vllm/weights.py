@@ -1,8 +1,8 @@
 """vLLM's `WeightTransferEngine`: weights from a trainer into the workers of vLLM, over aiote; see docs/connectors.md.
 
 vLLM calls synchronously, in the worker's main thread. The trainer's rank 0 sends; its other ranks take part in the
-collectives that gather the weights. Every update has a name, by which workers ask the trainer for it, so a worker
-that missed one never takes the bytes of another.
+collectives that gather the weights. Workers request each update from the trainer by a unique name, so a worker that
+missed one update never takes the bytes of another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUCKET_SIZE = 64 << 20
 
 @dataclass
 class AioteInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What the trainer tells each worker: its address, and how many bytes a bucket has."""
+    """The trainer's message to each worker: the trainer's address, and the bytes of a bucket."""
 
     trainer: str
     bucket_size: int = BUCKET_SIZE
@@ -47,16 +47,16 @@ class AioteInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class AioteUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which update a worker is to take."""
+    """The name of the update that a worker is to take."""
 
     update: str
 
 
 @dataclass
 class AioteTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What a trainer's rank is given: how many workers there are, in all instances of vLLM, and bytes of a bucket.
+    """The settings of a trainer's rank: the number of workers in all instances of vLLM, and the bytes of a bucket.
 
-    Where `workers` is not the number of those that come, an update fails.
+    An update fails unless exactly that many workers request it.
     """
 
     backend: ClassVar[str] = "aiote"
@@ -66,7 +66,7 @@ class AioteTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """The worker's side. A worker holds two buckets, and a copy of what it has not loaded yet."""
+    """The worker's side. A worker holds two buckets, and copies of the tensors that vLLM has not loaded yet."""
 
     init_info_cls = AioteInitInfo
     update_info_cls = AioteUpdateInfo
@@ -76,26 +76,26 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._init: AioteInitInfo | None = None
 
     def init_transfer_engine(self, init_info: AioteInitInfo) -> None:
-        """Take note of the trainer; another one may follow it."""
+        """Store the trainer's address, and open this process's engine. A later call may name another trainer."""
         self._init = init_info
         party()
 
     def start_weight_update(self) -> None:
-        """Have vLLM load layer by layer."""
+        """Prepare vLLM to load layer by layer."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Have vLLM process what it has not processed yet."""
+        """Make vLLM process the layers that it has not processed yet."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: AioteUpdateInfo) -> None:
-        """Take an update and load it. Raises UpdateError; each layer is then the new or the old one, whole.
+        """Receive an update and load it. Raises UpdateError; each layer is then entirely the new or the old one.
 
-        The trainer is told what loading raises.
+        The trainer is told of an error that loading raises. Raises RuntimeError before `init_transfer_engine`.
         """
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
@@ -112,7 +112,7 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._put_back()
             raise
         finally:
-            # Here and not in the generator, which the traceback of an error keeps alive.
+            # Close here, not in the generator, because an error's traceback keeps the generator alive.
             bridge.call(receiving.close(reason))
 
     def _tensors(self, bridge: Bridge, receiving: Receiving) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,11 +121,11 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 if copy is not None:
                     copy()
                 if tensor is not None:
-                    # vLLM keeps it until its layer is complete, which may be after the bucket's next use.
+                    # vLLM keeps the tensor until its layer is complete, which may be after the bucket is used again.
                     yield name, tensor.to(self.device, copy=True)
 
     def _put_back(self) -> None:
-        """Have every layer that is not complete be as before, or the next update would add to what came of it."""
+        """Restore every incomplete layer; otherwise the next update would add to the part that has come."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -137,7 +137,7 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Forget the trainer; the process's bridge stays for others, and ends with the process."""
+        """Forget the trainer. The process's bridge stays for other users, and ends with the process."""
         self._init = None
 
 
@@ -152,7 +152,10 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
 
     @classmethod
     def trainer_init(cls, init_info: AioteTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Tell the workers where the trainer is."""
+        """Make this rank's side; on the sender, tell the workers the trainer's address.
+
+        Raises ValueError without a `source`.
+        """
         if source is None:
             raise ValueError("the aiote backend sends all weights: it wants a WeightSource")
         made = cls(
@@ -167,10 +170,10 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
         return made
 
     def send_weights(self) -> None:
-        """Bring the source's weights to every worker, and return when all have loaded them.
+        """Send the source's weights to every worker, and return when all have loaded them.
 
-        Raises UpdateError, or what a worker raised; the next call is a fresh update. Workers that have not asked for
-        the update `connect_timeout` after the first tensor end it; the error says which have.
+        Raises UpdateError, or a worker's error; the next call begins a new update. The update fails if workers do not
+        request it within `connect_timeout` of the first tensor; the error names the workers that have.
         """
         if not self.is_sender:
             for _ in self.source:
@@ -181,7 +184,7 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
         self.client.start_weight_update()
         sending = mine.bridge.call(Sending.begin(mine, update, bucket_bytes, self._workers))
         reason = ""
-        # Not waited for at the end: a server that is stuck would keep the error from its caller.
+        # Do not wait for this thread at the end, because a stuck server would keep the error from the caller.
         caller = ThreadPoolExecutor(1, "aiote: update_weights")
         loading = caller.submit(self.client.update_weights, asdict(AioteUpdateInfo(update)))
         loading.add_done_callback(lambda done: give_up(mine, sending, done))
@@ -200,13 +203,13 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
 
 
 def give_up(mine: Party, sending: Sending, done: Future[None]) -> None:
-    """End an update that its workers have refused: they would never ask for it."""
+    """End an update that the workers have refused, because they would never request it."""
     if (error := done.exception()) is not None:
         mine.bridge.submit(sending.fail(f"update_weights: {error}"))
 
 
 def do(mine: Party, steps: Iterator[Step]) -> None:
-    """Do what sending needs, one after the other."""
+    """Run the steps of sending, one after the other."""
     for step in steps:
         if isinstance(step, Copy):
             step()
