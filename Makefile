@@ -165,9 +165,10 @@ test-order: test-system  ## run demo-weights, docs and check in a fresh clone: n
 pins:  ## raise the versions in tools/constraints.txt, on each Python here (minutes); commit them by themselves
 	"$(PYTHON)" tools/pins.py
 
-lint: system  ## ruff, mypy --strict and cython-lint
+lint: system  ## ruff, mypy --strict, cython-lint, and sentences that have to be read twice
 	@$(READY) dev
-	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint aiote_native"; do \
+	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint aiote_native" \
+		"python -P tools/prose.py --most 1"; do \
 		echo "$(BIN)/$$check"; $(WITH) $(BIN)/$$check || status=1; \
 	done; exit $$status
 
