@@ -168,7 +168,7 @@ pins:  ## raise the versions in tools/constraints.txt, on each Python here (minu
 lint: system  ## ruff, mypy --strict, cython-lint, and sentences that have to be read twice
 	@$(READY) dev
 	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint aiote_native" \
-		"python -P tools/prose.py --most 1"; do \
+		"python -P tools/prose.py --most 1" "python -P tools/prose.py --most 2 docs README.md CONTRIBUTING.md SECURITY.md"; do \
 		echo "$(BIN)/$$check"; $(WITH) $(BIN)/$$check || status=1; \
 	done; exit $$status
 
