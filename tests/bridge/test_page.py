@@ -33,5 +33,5 @@ async def test_the_program_of_the_page_runs():
 
 def test_methods_that_the_table_of_the_page_names_exist():
     named = re.findall(r"^\| `(?:await )?bridge\.(\w+)\(", PAGE, re.MULTILINE)
-    assert named == ["write", "attach", "call", "submit", "run", "register", "register_async"]
+    assert named == ["write", "write_pages", "attach", "call", "submit", "run", "register", "register_async"]
     assert all(callable(getattr(bridges.Bridge, name)) for name in named)
