@@ -310,14 +310,8 @@ cdef class Core:
         bad = target.first_outside(page_bytes, target_stride, remote_offset, remote.length)
         if bad >= 0:
             raise ValueError(f"target page {bad} (index {target.values[bad]}) leaves a region of {remote.length} bytes")
-        operation.take(local, local_offset, remote, remote_offset, 0, 0, reads)
-        operation.kept = (source, target)
-        operation.op.local_index = source.values
-        operation.op.local_stride = source_stride
-        operation.op.remote_index = target.values
-        operation.op.remote_stride = target_stride
-        operation.op.part_bytes = page_bytes
-        operation.op.parts = source.count
+        operation.take_pages(local, local_offset, source, source_stride, remote, remote_offset, target, target_stride,
+                             page_bytes, reads)
         self.begin(peer, operation, reads, imm)
 
     cdef bint is_at_home(self) except -1:  # whether the caller runs in the engine's event loop, if it has one

@@ -154,19 +154,6 @@ cdef bint are_alike(PageSet mine, PageSet theirs) except -1:
     return True
 
 
-cdef int take_pages(Request request, LocalSlice here, PageSet mine, RemoteSlice there, PageSet theirs,
-                    bint reads) except -1:
-    cdef Op* op = &request.op
-    request.take(here.memory, here.start + mine.offset, there.memory, there.start + theirs.offset, 0, 0, reads)
-    request.kept = (mine.index, theirs.index)
-    op.local_index, op.remote_index = mine.index.values, theirs.index.values
-    op.local_stride, op.remote_stride = mine.stride, theirs.stride
-    op.part_bytes = mine.page_bytes
-    op.parts = mine.index.count
-    op.total = op.part_bytes * op.parts
-    return 0
-
-
 cdef class Direct:
     """One write or read of a thread's own.
 
@@ -224,7 +211,9 @@ cdef class Direct:
             request.op.part_bytes = request.op.total = here.nbytes
             request.op.parts = 1
         else:
-            take_pages(request, here, mine, there, theirs, reads)
+            request.take_pages(here.memory, here.start + mine.offset, mine.index, mine.stride, there.memory,
+                               there.start + theirs.offset, theirs.index, theirs.stride, mine.page_bytes, reads)
+            request.op.total = request.op.part_bytes * request.op.parts
         request.op.opcode = OP_READ if reads else OP_WRITE
         request.op.counted = imm is not None
         request.op.imm = <uint32_t> (imm if imm is not None else 0)

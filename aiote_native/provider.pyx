@@ -28,7 +28,7 @@ cdef class NativeDevice:
     """
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
-        """Register memory that the caller keeps alive until the registration is closed. `access`: what peers may do."""
+        """Register memory; the caller keeps it alive until the registration is closed. access: peers' permissions."""
         raise NotImplementedError
 
     def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,

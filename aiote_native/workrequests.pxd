@@ -61,3 +61,6 @@ cdef class Operation(Waitable):
     cdef readonly str broken   # the GPU's error that made it fail
     cdef int take(self, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
                   uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1
+    cdef int take_pages(self, LocalMemory local, uint64_t local_offset, PageIndex here, uint64_t local_stride,
+                        RemoteMemory remote, uint64_t remote_offset, PageIndex there, uint64_t remote_stride,
+                        uint64_t page_bytes, bint into_local) except -1

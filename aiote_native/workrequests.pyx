@@ -344,6 +344,20 @@ cdef class Operation(Waitable):
         self.remote = remote
         return 0
 
+    cdef int take_pages(self, LocalMemory local, uint64_t local_offset, PageIndex here, uint64_t local_stride,
+                        RemoteMemory remote, uint64_t remote_offset, PageIndex there, uint64_t remote_stride,
+                        uint64_t page_bytes, bint into_local) except -1:
+        """Take pages, whose bounds the caller has checked; `kept` holds their indices until the end."""
+        self.take(local, local_offset, remote, remote_offset, 0, 0, into_local)
+        self.kept = (here, there)
+        self.op.local_index = here.values
+        self.op.local_stride = local_stride
+        self.op.remote_index = there.values
+        self.op.remote_stride = remote_stride
+        self.op.part_bytes = page_bytes
+        self.op.parts = here.count
+        return 0
+
     cdef int resolved(self) except -1:
         cdef LocalMemory local = self.local
         self.local = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ KIB, MIB = 1 << 10, 1 << 20
 REPEATS = {8: 400, 64 * KIB: 200, MIB: 100, 16 * MIB: 20, 256 * MIB: 5}
 ASLEEP_US = 2000
 THEIRS = {"local": "shm", "socket": "tcp"}
-"""Over which provider peers do what ours do."""
+"""The peers' provider over the same medium as each of ours."""
 
 
 class Row(NamedTuple):
@@ -104,25 +105,26 @@ def contestants(provider: str) -> list[tuple[Contestant, str]]:
 
 
 def once_alone(contestant: Contestant, provider: str, nbytes: int) -> float:
-    """Return the microseconds of a write by processes that nothing else was measured beside; 0 where it cannot."""
+    """Return the microseconds of a write, measured while no other contestant runs; NaN if this one cannot do it."""
     work = Work("write", nbytes, 1, 1)
     setting = Setting(provider, mode="default", arena=arena_for([work]))
     with start(contestant, setting) as pair:
         entry = Measurement(pair, optional=True)
         measure_runs([entry], work, setting, RunPlan(runs=1))
-    return 1e6 * nbytes / (entry.runs[0].value * (1 << 30)) if entry.runs else 0.0
+    return 1e6 * nbytes / (entry.runs[0].value * (1 << 30)) if entry.runs else math.nan
 
 
-def beside_peers(provider: str, runs: int) -> list[dict[str, Any]]:
-    """Measure each contestant alone, in turns, and print a line for each size."""
+def beside_peers(provider: str, only: str, runs: int) -> list[dict[str, Any]]:
+    """Measure each contestant alone, in turns, and print a line for each size whose name has the text `only`."""
     found, entered = [], contestants(provider)
     print(f"\n{provider}, hot, back to back, each alone (us): {', '.join(one.name for one, _ in entered)}")
-    for nbytes in (one for one in REPEATS if one >= 64 * KIB):
+    for row in (Row("write", nbytes, "hot", 0) for nbytes in REPEATS if nbytes >= 64 * KIB):
+        if only not in row.name:
+            continue
         times: dict[str, list[float]] = {one.name: [] for one, _ in entered}
         for _ in range(runs):
             for contestant, over in entered:
-                times[contestant.name].append(once_alone(contestant, over, nbytes))
-        row = Row("write", nbytes, "hot", 0)
+                times[contestant.name].append(once_alone(contestant, over, row.nbytes))
         medians = {name: statistics.median(each) for name, each in times.items()}
         print(f"{row.name:45} " + " ".join(f"{one:10.1f}" for one in medians.values()), flush=True)
         found.append({"row": row.name, "provider": provider, "alone_us": medians})
@@ -153,7 +155,7 @@ def main() -> int:
                         flush=True,
                     )
     for provider in given.provider if given.peers else ():
-        records += beside_peers(provider, given.runs)
+        records += beside_peers(provider, given.only, given.runs)
     given.json.parent.mkdir(exist_ok=True)
     given.json.write_text(json.dumps(records, indent=1))
     return 0

@@ -1,9 +1,9 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
 With the newest libfabric here all tests run; what needs RDMA devices runs in a guest that has them in software
-(tools/guest); what of engines meets the library runs once more with the system's, the oldest that must work. The files
-of all three are one queue (test_queue.py) over a few lanes more than there are processors, because much of a test is
-waiting.
+(tools/guest); tests of engines and rails run once more with the system's libfabric, the oldest that must work. The
+files of all three are one queue (test_queue.py) over a few lanes more than there are processors, because much of a test
+is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
@@ -42,8 +42,8 @@ REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds, and with it all that others wait for.
 GUEST_LIMITS = ("AIOTE_HEARTBEAT_TIMEOUT=15", "AIOTE_CONNECT_TIMEOUT=30", "AIOTE_DRAIN_TIMEOUT=10")
-# What services, demos and tools do over a NIC or over the older library: `make test` tries these with the engine alone,
-# and with what `tests/verbs` has of services. `make test-all` tries everything.
+# With the system's library and in the guest, `make test` runs the tests of engines and rails. `tests/verbs` has some of
+# services. `make test-all` runs all tests there.
 OF_ENGINES = ["bridge", "control", "engine", "failure", "native", "rails", "verbs"]
 FOLDERS = {"system": OF_ENGINES, "guest": OF_ENGINES}
 NOTHING_CHOSEN, TESTS_FAILED = 5, 1  # statuses of pytest

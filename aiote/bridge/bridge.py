@@ -215,11 +215,11 @@ class Bridge:
     def write_pages(
         self, source: aiote.Pages, target: aiote.Pages, imm: int | None = None, timeout: float | None = None
     ) -> None:
-        """Write page i of `source` to page i of `target` of all i, as `write` does; imm: as of `Engine.write_pages`."""
+        """Write each page i of `source` to page i of `target`, as `write` does. imm: as for `Engine.write_pages`."""
         self._move(source, target, imm, timeout, lambda: self.engine.write_pages(source, target, imm))
 
     def read_pages(self, source: aiote.Pages, target: aiote.Pages, timeout: float | None = None) -> None:
-        """Read page i of `source` into page i of `target` for all i, as `read` does."""
+        """Read each page i of `source` into page i of `target`, as `read` does."""
         self._move(target, source, None, timeout, lambda: self.engine.read_pages(source, target), reads=True)
 
     def _move(

@@ -217,7 +217,7 @@ async def _try(provider: str) -> None:
 
 
 def _sharing(values: dict[str, Any]) -> bool | None:
-    """Return whether engines share GPU memory, for the record. With host memory this is the option, or None."""
+    """Return whether engines share GPU memory, as the record has it. With host memory, return the option, or None."""
     given: bool | None = values["gpu_sharing"]
     if given is not None or values["memory"] == "host":
         return given

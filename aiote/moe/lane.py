@@ -72,7 +72,7 @@ class Lane:
         """Return why no more writes come from a rank, or, for None, from any rank; None while they may come."""
         membership = self.group.membership
         if rank is not None and membership.failure is None:
-            why = membership.masked.get(rank) or membership.gone.get(rank)
+            why = membership.gone.get(rank) if membership.takes_part(rank) else membership.masked[rank]
             if why is not None:
                 return aiote.PeerLostError(str(self.group.members[rank]), why, operation="moe")
         return membership.failure

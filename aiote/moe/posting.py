@@ -118,12 +118,11 @@ class Posting:
             # The rank may have been lost before the group was complete.
             if rank in self._alone:
                 length, at = (one[place : place + 1] for one in numbers[:2])
-                part, there = np.array([self._inboxes[rank].find(int(numbers[2][place]))], np.int64).T
+                found = self._inboxes[rank].find(int(numbers[2][place]))
+                part, there = (np.array([number], np.int64) for number in found)
                 imm = self._firsts[rank] + slot
                 try:
-                    one = self._alone[rank].submit_when(
-                        flag, value, length, at, np.ascontiguousarray(there), imm, to=part, skip_empty=True
-                    )
+                    one = self._alone[rank].submit_when(flag, value, length, at, there, imm, to=part, skip_empty=True)
                     made.append((rank, one))
                 except aiote.PeerError as error:
                     self._lost(rank, str(error))

@@ -224,8 +224,8 @@ async def serve(
     `limits` bound the resources that the engine spends on calls. They belong to the engine, hold for the calls that it
     makes as well, and are set once. `interceptors` run around each call; the first one is outermost. At the end,
     running calls are cancelled; `await server.drain()` before the end lets them complete. An engine may serve several
-    times, each time other services. Raises UsageError for a service whose annotations cannot be used, for a service
-    that the engine serves already, and for other limits than were set before.
+    times, each time other services. Raises UsageError if the annotations of a service cannot be used, if the engine
+    serves it already, or if `limits` differ from those that were set before.
     """
     endpoint = Endpoint.of(engine, limits)
     server = Server(endpoint, services, interceptors)

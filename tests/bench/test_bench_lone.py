@@ -14,6 +14,20 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
+def test_contestants_are_measured_alone(tmp_path: Path):
+    """aiote is always there; how many peers are installed is the machine's."""
+    file = tmp_path / "records.json"
+    options = ["--provider", "local", "--only", "write 64 KiB, hot", "--runs", "1", "--peers", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "bench_lone.py"), *options], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    beside_c, alone = json.loads(file.read_text())
+    assert beside_c["row"] == alone["row"] == "write 64 KiB, hot, back to back, engine"
+    assert 1 < alone["alone_us"]["aiote"] < 1e6
+    assert "each alone (us): aiote" in done.stdout
+
+
 @pytest.mark.parametrize("provider", ["local", "socket"])
 def test_a_row_is_measured_beside_its_floor(provider: str, tmp_path: Path):
     file = tmp_path / "records.json"

@@ -123,6 +123,21 @@ async def test_a_member_that_has_left_and_owes_its_route_is_lost(on_loss):
         await all_of(*[lambda group=group: one(group) for group in honest])
 
 
+async def test_a_member_that_was_masked_without_a_reason_is_not_waited_for():
+    config = replace(CONFIG, lanes=1)
+    async with ranks(lambda: opened("sim"), 3, config) as groups:
+        mine = tokens_between_the_honest(0)
+
+        async def one(group: MoeGroup) -> None:
+            begun = group.dispatch_send(mine.x, mine.ids, mine.weights)
+            group.mask(LIAR, "")
+            batch = await begun.dispatch_recv()
+            out = await group.combine(batch, compute(group, batch))
+            assert out.tobytes() == reference(config, mine).tobytes()
+
+        await all_of(*[lambda group=group: one(group) for group in (groups[HONEST], groups[OTHER])])
+
+
 async def test_a_member_that_has_left_and_owes_answers_is_masked():
     config = replace(CONFIG, lanes=1)
     async with ranks(lambda: opened("sim"), 3, config) as groups:

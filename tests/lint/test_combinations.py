@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from combinations import DEAR, TESTS, Parameter, Wanted, choose, is_dear, wanted
+from combinations import DEAR, MEETING, TESTS, Parameter, Wanted, choose, is_dear, wanted
 
+PROVIDERS = {"tcp", "shm", "local", "socket", "sim", "local+cuda", "socket+cuda"}
+ENVIRONMENTS = PROVIDERS | {"asyncio", "uvloop", "trio", "adaptive", "thread"}
 SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = ["provider", "progress", "anyio_backend", "verb", "size"]
 SIZES = st.lists(st.integers(1, 3), min_size=len(NAMES), max_size=len(NAMES))
@@ -47,10 +51,10 @@ def is_environment(pair: tuple) -> bool:
     return pair[0] in NAMES[:3] and pair[2] in NAMES[:3]
 
 
-@given(files(), st.sampled_from(["pairs", "values", "tests"]), st.integers(0, 5))
-def test_every_promised_value_and_pair_is_met(tests, choice, turn):
+@given(files(), st.sampled_from(["pairs", "values", "tests"]), st.booleans(), st.integers(0, 5))
+def test_every_promised_value_and_pair_is_met(tests, choice, meeting, turn):
     """Against a plain reading of the promise: what the chosen cases have is what all cases have."""
-    needs = [wanted(parameters, len(parameters[0].values), choice) for parameters in tests]
+    needs = [wanted(parameters, len(parameters[0].values), choice, meeting=meeting) for parameters in tests]
     chosen = choose(needs, turn)
     all_shared, met_shared = set(), set()
     for parameters, cases in zip(tests, chosen, strict=True):
@@ -63,7 +67,7 @@ def test_every_promised_value_and_pair_is_met(tests, choice, turn):
         before, after = met(parameters, everything), met(parameters, cases)
         if choice == "pairs":
             assert {pair for pair in before if not is_environment(pair)} <= after
-        if choice == "pairs":
+        if meeting or choice == "pairs":
             all_shared |= {pair for pair in before if is_environment(pair)}
             met_shared |= {pair for pair in after if is_environment(pair)}
         for one in parameters:
@@ -89,6 +93,21 @@ def test_pairs_are_far_fewer_than_the_product(sizes, most):
 def test_another_turn_chooses_others():
     needs = [product(4, 4, 4)]
     assert {tuple(sorted(choose(needs, turn)[0])) for turn in range(3)} != {tuple(sorted(choose(needs, 0)[0]))}
+
+
+def test_any_two_of_the_environment_meet_in_one_file():
+    """In cases of the suite itself, by the names of its providers, loops and ways of progress."""
+    told = {}
+    for choice in ("all", "values"):
+        options = ["--collect-only", "-q", "-p", "no:cacheprovider", f"--combinations={choice}", str(TESTS / MEETING)]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pytest", *options], capture_output=True, text=True, timeout=100
+        )
+        cases = [set(found[1].split("-")) for found in re.finditer(r"\[(.*)\]$", done.stdout, re.MULTILINE)]
+        told[choice] = {pair for case in cases for pair in itertools.combinations(sorted(case & ENVIRONMENTS), 2)}
+    assert told["values"] == told["all"]
+    assert {"local+cuda", "trio"} in map(set, told["all"])
+    assert {"socket", "thread"} in map(set, told["all"])
 
 
 def test_dear_files_are_there_and_others_are_not():

@@ -10,10 +10,10 @@ the values meet. So there are four choices (`--combinations`):
 | tests  | each test has a case: `make check`, and the system's library and the guest in `make test`                 |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. With `pairs` each
-value of them comes in every test, and each two meet in one of the tests of each file. Else each value comes in one of
-the tests of each file; which two meet there is drawn by the file's name, so that they all do in some file. Parameters
-that vary together, from one `parametrize`, are one. A choice is the same each time; `--turn` has another run choose
-others.
+value of them comes in every test, and each two meet in one of the tests of each file. With the other choices each value
+comes in one of the tests of each file, and each two meet in the file MEETING. Which ones meet elsewhere differs by the
+file's name. Parameters that vary together, from one `parametrize`, are one. A choice is the same each time; `--turn`
+makes another run choose others.
 
 Covering arrays: Cohen et al., "The AETG system", IEEE TSE 23(7), 1997; chosen greedily here, among the cases there are.
 """
@@ -44,6 +44,8 @@ DEAR = (
     "testing",
 )
 """Folders and files, by how their names begin, whose cases start processes or take seconds."""
+MEETING = "engine/test_engine_writes.py"
+"""The file in which each two values of the environment meet: its cases take milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ class Parameter:
 
 @dataclass
 class Wanted:
-    """What each case of a test brings: for the test (`own`), and of the environment, for the file (`shared`)."""
+    """The values that each case brings to its test (`own`), and to the environments of its file (`shared`)."""
 
     own: list[set[Pair]]
     shared: list[set[Pair]]
 
 
-def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
-    """Say what each case of a test is good for."""
+def wanted(parameters: Sequence[Parameter], cases: int, choice: str, *, meeting: bool = False) -> Wanted:
+    """Say what each case of a test is good for. meeting: any two values of the environment have to meet in the file."""
     own: list[set[Pair]] = []
     shared: list[set[Pair]] = []
     for case in range(cases):
@@ -74,8 +76,10 @@ def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
             here |= {(one.name, one.values[case]) for one in asked}
         for one, two in itertools.combinations(sorted(parameters, key=lambda item: item.name), 2):
             pair = one.name, one.values[case], two.name, two.values[case]
-            if choice == "pairs":
-                (there if one.environment and two.environment else here).add(pair)
+            if one.environment and two.environment:
+                there |= {pair} if meeting or choice == "pairs" else set()
+            elif choice == "pairs":
+                here.add(pair)
         there |= {(one.name, one.values[case]) for one in parameters if one.environment}
         own.append(here or {()})
         shared.append(there)
@@ -85,7 +89,7 @@ def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
 def choose(tests: Sequence[Wanted], turn: int = 0, start: int = 0) -> list[list[int]]:
     """Choose cases of each test of a file, greedily: what brings most for its test, then most for the file.
 
-    `start` is a number of the file's.
+    start: a number that differs between files, so that they begin with different cases.
     """
     met: set[Pair] = set()
     chosen: list[list[int]] = []
@@ -155,7 +159,7 @@ def is_dear(path: Path) -> bool:
 def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.Item]:
     """Return the cases to be tried; what has no parameters is among them."""
     kept: set[pytest.Item] = set()
-    files: dict[object, dict[str, list[pytest.Function]]] = {}
+    files: dict[Path, dict[str, list[pytest.Function]]] = {}
     for item in items:
         if _varies(item):
             assert isinstance(item, pytest.Function)
@@ -164,9 +168,10 @@ def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.
         else:
             kept.add(item)
     for path, tests in files.items():
-        cases, start = list(tests.values()), zlib.crc32(str(Path(str(path)).name).encode())
+        cases, start = list(tests.values()), zlib.crc32(path.name.encode())
         here = "tests" if choice == "values" and is_dear(cases[0][0].path) else choice
-        needs = [wanted(_parameters(items), len(items), here) for items in cases]
+        meeting = path == TESTS / MEETING
+        needs = [wanted(_parameters(items), len(items), here, meeting=meeting) for items in cases]
         for items, numbers in zip(cases, choose(needs, turn, start), strict=True):
             kept.update(items[number] for number in numbers)
     return kept
