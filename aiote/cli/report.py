@@ -221,13 +221,15 @@ class Bars:
         self._reference: TaskID = self._progress.add_task("one process", total=requests, start=False)
 
     def __enter__(self) -> Bars:
-        self._progress.start()
+        if not self._progress.disable:  # rich 13.7 writes an empty line at the end of a disabled one
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if not self._progress.disable:
+            self._progress.stop()
 
     def started(self, pages: int, tokens: int) -> None:
         """Show how much there is to do."""

@@ -82,6 +82,9 @@ class Child:
             await self.process.stdin.send(json.dumps(facts).encode() + b"\n")
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             return
+        except RuntimeError:  # uvloop 0.20 raises it for a pipe that it has closed
+            if self.process.returncode is None:
+                raise
 
     async def read_errors(self) -> None:
         """Read the child's standard error until its end."""

@@ -263,6 +263,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._read()
 
     __bool__ = __int__ = __float__ = __complex__ = __index__ = __array__
+    __dlpack__ = __dlpack_device__ = __array__  # NumPy before 2 looks these up in the class
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._refuse("an assignment to its elements")

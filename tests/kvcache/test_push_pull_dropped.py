@@ -81,6 +81,11 @@ async def test_a_reception_that_is_dropped_unread_is_left_by_the_collector(reads
         assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
 
 
+async def read_one(stream):
+    """Wait for an item, in a coroutine: the oldest anyio takes no other awaitable."""
+    await anext(stream, None)
+
+
 @pytest.mark.virtual_time
 async def test_pages_of_a_rank_that_never_reads_are_free_after_the_limit():
     """It has asked for the request, and neither reads it nor leaves: its prefill rank's pages are pinned no longer."""
@@ -91,7 +96,7 @@ async def test_pages_of_a_rank_that_never_reads_are_free_after_the_limit():
         ((link,),) = consumer._links._groups.values()
         stream = link.client.pull(link.session, "r")
         async with anyio.create_task_group() as group:
-            group.start_soon(anext, stream, None)
+            group.start_soon(read_one, stream)
             begun = anyio.current_time()
             async with producer.offer("r", tokens=TOKENS, rows=here, computed=True) as offered:
                 pass
