@@ -119,7 +119,7 @@ class Runtime:
         """Run a coroutine function as a task of the engine, which is cancelled when the engine closes."""
         if len(self._tasks) >= self._enough_tasks:
             # Prune only now and then, because a thousand leases that end at once have a task each.
-            self._tasks = {task: None for task in self._tasks if not task.ended}
+            self._tasks = {task: None for task in self._tasks if not task.has_ended}
             self._enough_tasks = 2 * len(self._tasks) + 1
         self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
 
@@ -149,7 +149,7 @@ class Runtime:
             return position
         raise UsageError(f"rail={rail!r}: expected one of {', '.join(names)}, or a number from 0 to {len(names) - 1}")
 
-    def counted(self) -> dict[str, object]:
+    def outer_counts(self) -> dict[str, object]:
         """Return the counts that are kept outside of the native core."""
         return {
             "heartbeats_sent": self.heartbeats_sent,

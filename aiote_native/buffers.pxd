@@ -1,4 +1,4 @@
-# Borrowed memory, for other native modules: they may read the numbers below without the GIL while the Buffer is held.
+# Borrowed memory, for other native modules: they may read the numbers below without the GIL while the buffer is held.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 # The structures of dlpack.h, with upstream's names: https://dmlc.github.io/dlpack/latest/c_api.html
@@ -37,7 +37,7 @@ ctypedef struct DLManagedTensorVersioned:
     DLTensor dl_tensor
 
 
-cdef class Buffer:
+cdef class AcquiredBuffer:
     cdef readonly uintptr_t address
     cdef readonly size_t nbytes
     cdef readonly size_t itemsize
@@ -61,4 +61,4 @@ cdef class Buffer:
     cdef int give_back(self) except -1
 
 
-cpdef Buffer acquire(object obj)
+cpdef AcquiredBuffer acquire(object obj)

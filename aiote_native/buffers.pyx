@@ -1,9 +1,10 @@
 # cython: auto_pickle=False
 """Borrowed memory: one flat run of bytes, from any lender.
 
-`acquire(obj)` asks an object for its memory and returns a `Buffer`: an address, a length, and the kind of memory. The
-Buffer keeps the lender alive *and exported* (a bytearray cannot be resized, an mmap cannot be closed, a tensor cannot
-be freed) until `release()`. This module must not know of registration, of rails or of the meaning of the bytes.
+`acquire(obj)` asks an object for its memory and returns an `AcquiredBuffer`: an address, a length, and the kind of
+memory. The buffer keeps the lender alive *and exported* (a bytearray cannot be resized, an mmap cannot be closed, a
+tensor cannot be freed) until `release()`. This module must not know of registration, of rails or of the meaning of the
+bytes.
 
 `acquire` asks by three protocols, in this order:
 
@@ -36,7 +37,7 @@ from aiote_native.elements cimport check_elements, get_view
 import operator
 import re
 
-__all__ = ["Buffer", "acquire", "section"]
+__all__ = ["AcquiredBuffer", "acquire", "section"]
 
 cdef enum:
     MAX_NDIM = 64  # PyBUF_MAX_NDIM, and NumPy's limit; a larger number is garbage, not an array
@@ -68,8 +69,8 @@ cdef str ACCEPTED = (
 
 @cython.final
 @cython.no_gc_clear  # a cleared view would never be given back, and its lender would stay locked for good
-cdef class Buffer:
-    """Memory lent by another object, held until `release()` or until the Buffer itself is freed.
+cdef class AcquiredBuffer:
+    """Memory lent by another object, held until `release()` or until this object is freed.
 
     `nbytes` is the length and `itemsize` an element's size, in bytes. `device` is "cpu", "cuda", "cuda_host",
     "cuda_managed" or "rocm"; `device_id` is -1 where the lender does not say which device it is. `source` is the
@@ -82,17 +83,17 @@ cdef class Buffer:
         self._lender = ""
 
     def __init__(self, *args, **kwargs):
-        raise TypeError("a Buffer is not built by hand: call acquire(obj)")
+        raise TypeError("an AcquiredBuffer is not built by hand: call acquire(obj)")
 
     def __dealloc__(self):
         self.release()
 
     def __repr__(self):
         if self.address == 0:
-            return f"<Buffer of {self._lender}, released>"
+            return f"<AcquiredBuffer of {self._lender}, released>"
         access = "read-only" if self.readonly else "writable"
         where = f"at {self.address:#x} on {self.device}:{self.device_id}"
-        return f"<Buffer of {self._lender}, {self.nbytes} bytes {access}, {where}>"
+        return f"<AcquiredBuffer of {self._lender}, {self.nbytes} bytes {access}, {where}>"
 
     cdef int lend(self, Py_buffer* view, object exporter, uint64_t start, uint64_t nbytes, int flags) except -1:
         """Fill a view of some bytes. A release then waits until `take_back` has returned every view. Raises BufferError
@@ -139,16 +140,16 @@ cdef class Buffer:
         return 0
 
 
-cpdef Buffer acquire(object obj):
-    """Borrow the memory of an object and return it as a Buffer.
+cpdef AcquiredBuffer acquire(object obj):
+    """Borrow the memory of an object and return it as an AcquiredBuffer.
 
-    The Buffer owns what the protocol hands out and gives it back on release. It is writable where the lender can lend
+    The buffer owns what the protocol hands out and gives it back on release. It is writable where the lender can lend
     the memory so. Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as
     it is (it is empty, not contiguous, has a NumPy mask, or its elements are pointers or not whole bytes), BufferError
     for a lender that refuses, contradicts itself or has a mask on a GPU array.
     """
     cdef list refusals = []
-    cdef Buffer buffer = _from_cuda(obj, refusals)
+    cdef AcquiredBuffer buffer = _from_cuda(obj, refusals)
     if buffer is None:
         buffer = _from_view(obj, refusals)
     if buffer is None:
@@ -163,11 +164,11 @@ cpdef Buffer acquire(object obj):
     raise TypeError(f"{_name(obj)} has no memory to lend: expected an object with {ACCEPTED}")
 
 
-cpdef Buffer section(Buffer whole, uint64_t start, uint64_t stop):
-    """Return bytes `start` to `stop` of a Buffer as a Buffer of their own, which keeps the whole one alive. Raises
+cpdef AcquiredBuffer section(AcquiredBuffer whole, uint64_t start, uint64_t stop):
+    """Return bytes `start` to `stop` of an AcquiredBuffer as one of their own, which keeps the whole one alive. Raises
     ValueError for a range outside of it.
     """
-    cdef Buffer part = _blank(whole, whole.source)
+    cdef AcquiredBuffer part = _blank(whole, whole.source)
     if not start <= stop <= whole.nbytes:
         raise ValueError(f"bytes {start} to {stop} of a buffer of {whole.nbytes}")
     part.address = whole.address + start
@@ -186,9 +187,9 @@ cdef str _name(object obj):
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-cdef Buffer _blank(object obj, str source):
-    """Return a Buffer that holds nothing yet."""
-    cdef Buffer buffer = Buffer.__new__(Buffer)
+cdef AcquiredBuffer _blank(object obj, str source):
+    """Return an AcquiredBuffer that holds nothing yet."""
+    cdef AcquiredBuffer buffer = AcquiredBuffer.__new__(AcquiredBuffer)
     buffer.source = source
     buffer._lender = _name(obj)
     return buffer
@@ -248,7 +249,7 @@ cdef tuple _listed(int ndim, const int64_t* values):
     return tuple([values[axis] for axis in range(ndim)])
 
 
-cdef int _locate(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_t nbytes) except -1:
+cdef int _locate(AcquiredBuffer buffer, str what, uint64_t data, uint64_t offset, int64_t nbytes) except -1:
     """Set the address and the length, after a check that they name memory. Raises BufferError."""
     if data == 0:
         raise BufferError(f"{what} is malformed: a null pointer for {nbytes} bytes")
@@ -264,8 +265,8 @@ cdef int _locate(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_
 # -- __cuda_array_interface__: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 
 
-cdef Buffer _from_cuda(object obj, list refusals):
-    """Return a Buffer over GPU memory, or None where the object has no such interface or refuses it."""
+cdef AcquiredBuffer _from_cuda(object obj, list refusals):
+    """Return an AcquiredBuffer over GPU memory, or None where the object has no such interface or refuses it."""
     cdef int64_t shape[MAX_NDIM]
     cdef int64_t strides[MAX_NDIM]
     cdef bint strided
@@ -277,7 +278,7 @@ cdef Buffer _from_cuda(object obj, list refusals):
     except Exception as error:
         refusals.append(("__cuda_array_interface__", error))
         return None
-    cdef Buffer buffer = _blank(obj, "cuda_array_interface")
+    cdef AcquiredBuffer buffer = _blank(obj, "cuda_array_interface")
     cdef str what = f"__cuda_array_interface__ of {buffer._lender}"
     cdef uint64_t pointer = _cuda_header(buffer, what, interface)
     ndim = _integers(f"{what}: shape", interface["shape"], shape)
@@ -291,7 +292,7 @@ cdef Buffer _from_cuda(object obj, list refusals):
     return buffer
 
 
-cdef uint64_t _cuda_header(Buffer buffer, str what, object interface) except? 0:
+cdef uint64_t _cuda_header(AcquiredBuffer buffer, str what, object interface) except? 0:
     """Check everything in the interface except its extent, set itemsize and readonly, and return the pointer."""
     if not isinstance(interface, dict):
         raise BufferError(f"{what} is malformed: it is {_name(interface)}, expected a dict")
@@ -334,7 +335,7 @@ cdef int _integers(str what, object values, int64_t* out) except -1:
     return count
 
 
-cdef int _cuda_device(Buffer buffer, object obj) except -1:
+cdef int _cuda_device(AcquiredBuffer buffer, object obj) except -1:
     """Set the device. The interface does not say which it is, but most objects that have it also speak DLPack."""
     buffer.device_type = DL_CUDA
     buffer.device_id = -1
@@ -351,9 +352,9 @@ cdef int _cuda_device(Buffer buffer, object obj) except -1:
 # -- the buffer protocol
 
 
-cdef Buffer _from_view(object obj, list refusals):
-    """Return a Buffer over a Py_buffer, or None where the object has no such protocol or refuses it."""
-    cdef Buffer buffer
+cdef AcquiredBuffer _from_view(object obj, list refusals):
+    """Return an AcquiredBuffer over a Py_buffer, or None where the object has no such protocol or refuses it."""
+    cdef AcquiredBuffer buffer
     cdef Py_buffer* view
     cdef str what
     if not PyObject_CheckBuffer(obj):
@@ -365,7 +366,7 @@ cdef Buffer _from_view(object obj, list refusals):
     except Exception as error:
         refusals.append(("buffer protocol", error))
         return None
-    buffer._viewed = True  # from here on the view goes back with the Buffer, even if a check fails
+    buffer._viewed = True  # from here on the view goes back with the buffer, even if a check fails
     check_elements(obj, None if view.format == NULL else view.format.decode("utf-8", "replace"))
     what = f"the buffer of {buffer._lender}"
     if view.len < 0 or view.itemsize < 0 or view.ndim < 0 or view.ndim > MAX_NDIM:
@@ -389,13 +390,13 @@ cdef Buffer _from_view(object obj, list refusals):
 # -- DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html
 
 
-cdef Buffer _from_dlpack(object obj, list refusals):
-    """Return a Buffer over a managed tensor, or None where the object has no such protocol or refuses it.
+cdef AcquiredBuffer _from_dlpack(object obj, list refusals):
+    """Return an AcquiredBuffer over a managed tensor, or None where the object has no such protocol or refuses it.
 
-    The Buffer claims the tensor before anything of it is checked. If a check fails, the tensor goes back with the
-    Buffer, whose __dealloc__ calls the deleter with the exception put aside.
+    The buffer claims the tensor before anything of it is checked. If a check fails, the tensor goes back with the
+    buffer, whose __dealloc__ calls the deleter with the exception put aside.
     """
-    cdef Buffer buffer
+    cdef AcquiredBuffer buffer
     cdef str what
     if not hasattr(obj, "__dlpack__"):
         return None
@@ -424,8 +425,8 @@ cdef Buffer _from_dlpack(object obj, list refusals):
     return buffer
 
 
-cdef bint _claim(Buffer buffer, object capsule) except -1:
-    """Take the capsule's tensor into the Buffer and rename the capsule; return whether there was one to take."""
+cdef bint _claim(AcquiredBuffer buffer, object capsule) except -1:
+    """Take the capsule's tensor into the buffer and rename the capsule; return whether there was one to take."""
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         buffer._versioned = <DLManagedTensorVersioned*> PyCapsule_GetPointer(capsule, "dltensor_versioned")
         PyCapsule_SetName(capsule, "used_dltensor_versioned")
@@ -467,8 +468,8 @@ cdef object _dlpack_capsule(object obj, int kind):
         return obj.__dlpack__(**order)
 
 
-cdef int _take_tensor(Buffer buffer, str what, DLTensor* tensor, uint64_t flags) except -1:
-    """Check a tensor and describe it in the Buffer that owns it."""
+cdef int _take_tensor(AcquiredBuffer buffer, str what, DLTensor* tensor, uint64_t flags) except -1:
+    """Check a tensor and describe it in the buffer that owns it."""
     cdef int64_t bits = <int64_t> tensor.dtype.bits * tensor.dtype.lanes
     if tensor.device.device_type not in DEVICES:
         raise BufferError(f"{what} is malformed: it turned out to be on device type {tensor.device.device_type}")

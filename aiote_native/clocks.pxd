@@ -13,5 +13,5 @@ cdef class Clock:
     cdef const ClockOps* clock_ops
     cdef void* clock_context
 
-cdef class Alarm:
+cdef class NativeAlarm:
     cdef readonly int fd

@@ -46,7 +46,7 @@ cdef class Clock:
         self.clock_context = NULL
 
 
-cdef class Alarm:
+cdef class NativeAlarm:
     """A timer that an event loop watches as a descriptor.
 
     While asyncio has timers of its own, it reads the clock three times in a turn instead of once, and each time is a

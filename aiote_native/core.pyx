@@ -17,7 +17,6 @@ from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
 from aiote_native.cuda.events cimport Hold
 from aiote_native.gates cimport batch_end
-from aiote_native.held cimport hold_of, start_behind
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peer_wakeups cimport WakeupEvent
 from aiote_native.peers cimport PeerLink, open_peer
@@ -26,12 +25,13 @@ from aiote_native.progress cimport (
     ROUNDS, Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
     pthread_mutex_init, signal_wake, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.sources cimport SourceRange, open_range
-from aiote_native.statistics cimport counted
+from aiote_native.statistics cimport statistics_of
 from aiote_native.status cimport check
+from aiote_native.stream_orders cimport hold_of, start_behind
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
 from aiote_native.timing cimport time_rails
 from aiote_native.waiters cimport wake_all
-from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
+from aiote_native.waits cimport CounterHandle, ValueWatch, open_counter, start_watch
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -138,7 +138,7 @@ cdef class Core:
             unlock(&self.engine)
         return again != 0
 
-    def turn(self, on_round) -> bool:
+    def run_turn(self, on_round) -> bool:
         """Make progress and run the tasks that waited for it, in a callback of the event loop; return as `progress`.
 
         A turn is one round, or all that fit in 50 us if the last turn was just now and the loop had nothing else to do.
@@ -258,7 +258,7 @@ cdef class Core:
                     raised = error
         return raised
 
-    def noticed(self) -> list[PeerLink]:
+    def noticed_peers(self) -> list[PeerLink]:
         """Return the peers that have `notices`."""
         cdef PeerLink link
         return [link for link in self.peers if link.is_noticed()] if self.engine.state.failures else []
@@ -393,11 +393,11 @@ cdef class Core:
         """Let only allowed peers count on `count` immediates from `first` on. The range must overlap no other."""
         return open_range(self, &self.engine, first, count)
 
-    def watch(self, Watch watch, object old) -> None:
+    def watch(self, ValueWatch watch, object old) -> None:
         """Watch a value until it differs from `old`."""
         start_watch(self, &self.engine, watch, old)
 
-    def counted(self, uint32_t imm) -> bool:
+    def is_counted(self, uint32_t imm) -> bool:
         """Return whether an immediate has counts, handles or waiters."""
         cdef bint present
         usable(&self.engine)
@@ -430,7 +430,7 @@ cdef class Core:
 
     def statistics(self) -> dict[str, Any]:
         """Return the counts since the core was opened."""
-        return counted(&self.engine)
+        return statistics_of(&self.engine)
 
     def time_rails(self, uint32_t every) -> None:
         """Time one work request in `every` on each rail from now on; 0 ends that, and keeps the times."""

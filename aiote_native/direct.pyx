@@ -17,12 +17,12 @@ from aiote_native.clocks cimport clock_ns
 from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.gates cimport batch_flush
-from aiote_native.held cimport start_behind
 from aiote_native.peers cimport PeerLink
 from aiote_native.posting cimport op_fail, split_op
 from aiote_native.progress cimport Progress, alive, kick, lock, notify, progress_once, signal_wake, unlock
-from aiote_native.requests cimport LocalSlice, PageSet, RemoteSlice, Request, fresh
+from aiote_native.requests cimport LocalSlice, PageSet, RemoteSlice, Request, make_request
 from aiote_native.status cimport check
+from aiote_native.stream_orders cimport start_behind
 from aiote_native.structs cimport ECANCELED, OP_READ, OP_WRITE, Op
 
 cdef extern from "<sched.h>" nogil:
@@ -44,7 +44,7 @@ cdef enum:
     TOLD_MS = 1  # how long a loop that was told to look has to make progress, before the thread does that
 
 
-cdef class Bell:
+cdef class ThreadEventfd:
     """An eventfd that one thread sleeps on."""
 
     cdef int fd
@@ -57,12 +57,12 @@ cdef class Bell:
             close(self.fd)
 
 
-cdef Bell take_bell(list spare):
+cdef ThreadEventfd take_bell(list spare):
     """Return an unused bell, or a new one."""
-    cdef Bell bell
+    cdef ThreadEventfd bell
     if spare:
-        return <Bell?> spare.pop()
-    bell = Bell()
+        return <ThreadEventfd?> spare.pop()
+    bell = ThreadEventfd()
     check(-errno if bell.fd < 0 else 0, "eventfd")
     return bell
 
@@ -205,7 +205,7 @@ cdef class Direct:
         if link.core is not core or not (here.memory.writable and there.memory.readable if reads
                                          else there.memory.writable):
             return False
-        request = fresh(kind, link.peer)
+        request = make_request(kind, link.peer)
         if mine is None:
             request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
             request.op.part_bytes = request.op.total = here.nbytes
@@ -258,7 +258,7 @@ cdef class Direct:
         """Wait until no NIC uses its memory any more; return False after `seconds`, or when a signal comes. Raises
         RuntimeError before `post`.
         """
-        cdef Bell bell
+        cdef ThreadEventfd bell
         cdef Request request = self.request
         cdef uint64_t value, deadline
         cdef bint over

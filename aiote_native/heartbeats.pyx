@@ -1,7 +1,7 @@
 """Heartbeats of many peers in one pass.
 
 `Pulse` is the native twin of `aiote.core.heartbeat_clock.HeartbeatClock`, whose module explains the rule. It keeps the
-times of one peer and reads no clock. `look_over` goes over the pulses of an engine, in C, and returns the peers that
+times of one peer and reads no clock. `check_pulses` goes over the pulses of an engine, in C, and returns the peers that
 need their session: a heartbeat is due that only the session can send, the peer has been silent for too long, or work is
 in flight whose movement has to be watched. A thousand idle peers on this host then cost a thousand loads.
 
@@ -49,10 +49,10 @@ cdef class Pulse:
         self.send_every = interval if send_every is None else send_every
         self.now = self.sent_at = self.heard_at = self.grace_end = -INFINITY
 
-    def follow(self, PeerLink link, bint attentive=False) -> None:
+    def follow_link(self, PeerLink link, bint attentive=False) -> None:
         """Watch the work in flight over a link, and use its peer's page for heartbeats if that counts.
 
-        `attentive`: `look_over` returns this peer at every look, because its session wants that.
+        `attentive`: `check_pulses` returns this peer at every look, because its session wants that.
         """
         self.link = link
         self.attentive = attentive
@@ -63,19 +63,19 @@ cdef class Pulse:
                 self.shared = True
                 return
 
-    def due(self, double now, double early=0.0) -> bool:
+    def is_due(self, double now, double early=0.0) -> bool:
         """Return whether it is time to send a heartbeat, or will be within the fraction `early` of the interval."""
-        return self.is_due(self.observe(now), early)
+        return self.is_due_at(self.observe(now), early)
 
-    def sent(self, double now) -> None:
+    def record_sent(self, double now) -> None:
         """Record that a heartbeat was sent."""
         self.sent_at = self.observe(now)
 
-    def heard(self, double now) -> None:
+    def record_heard(self, double now) -> None:
         """Record a sign of life of the peer, of any kind."""
-        self.hear(self.observe(now))
+        self.record_heard_at(self.observe(now))
 
-    def expired(self, double now) -> bool:
+    def is_expired(self, double now) -> bool:
         """Return whether the peer has been silent for too long."""
         return self.observe(now) >= self.expiry()
 
@@ -83,10 +83,10 @@ cdef class Pulse:
         """Return when to call again at the latest: now, if a heartbeat is due or the peer has expired."""
         return self.deadline(self.observe(now))
 
-    cdef bint is_due(self, double present, double early) noexcept:
+    cdef bint is_due_at(self, double present, double early) noexcept:
         return present >= self.sent_at + self.send_every * (1 - early)
 
-    cdef void hear(self, double when) noexcept:
+    cdef void record_heard_at(self, double when) noexcept:
         self.heard_at = max(self.heard_at, when)
         self.graces = 0
 
@@ -108,18 +108,18 @@ cdef class Pulse:
             self.grace_end = self.now + self.interval
         return self.now
 
-    cdef void look(self, double before) noexcept:
+    cdef void check_count(self, double before) noexcept:
         """Check whether the peer's count has gone on since the look before, which was at the time `before`."""
         cdef uint32_t beats
         if self.page is not None and self.page.page != NULL:
             beats = aiote_beats(&self.page.page.beats)
             if beats != self.beats:
                 self.beats = beats
-                self.hear(max(before, self.now - self.interval))
+                self.record_heard_at(max(before, self.now - self.interval))
             # This engine has counted in its own page as well, which stands for a heartbeat.
             self.sent_at = self.now
 
-    cdef bint moves(self) noexcept:
+    cdef bint has_work(self) noexcept:
         """Return whether work is in flight, or was at the last look: its end has to be seen as well."""
         cdef uint64_t[MAX_CHANNELS] ended
         cdef bint before = self.watched
@@ -132,7 +132,7 @@ cdef class Pulse:
         return before or self.watched
 
 
-def look_over(dict beats, double now, double early) -> tuple[list[object], float]:
+def check_pulses(dict beats, double now, double early) -> tuple[list[object], float]:
     """Look at all pulses, the values of `beats`. Return the keys whose sessions have something to do, which include all
     keys without a pulse, and when to look again for the others.
     """
@@ -146,8 +146,8 @@ def look_over(dict beats, double now, double early) -> tuple[list[object], float
         pulse = value
         before = pulse.now
         pulse.observe(now)
-        pulse.look(before)
-        if pulse.attentive or pulse.now >= pulse.expiry() or pulse.moves() or pulse.is_due(pulse.now, early):
+        pulse.check_count(before)
+        if pulse.attentive or pulse.now >= pulse.expiry() or pulse.has_work() or pulse.is_due_at(pulse.now, early):
             wanted.append(beat)
         else:
             soonest = min(soonest, pulse.deadline(pulse.now))

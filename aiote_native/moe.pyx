@@ -77,8 +77,8 @@ def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank,
 
 def lay_out(const int64_t[:, ::1] experts, const int64_t[:, ::1] copies, int64_t rows, int64_t align, bint grouped,
             bint whole, int64_t[:, :, :, ::1] tables, int64_t[:, :, ::1] places, int64_t[:, :, ::1] pairs) -> tuple:
-    """Lay out a round as the reference, `aiote.moe.plan.Plan`, does, from the rows for each expert (ranks, experts),
-    and the copies for each rank (ranks, ranks) or None. Return the demand and whether rows overflow.
+    """Lay out a round as the reference, `aiote.moe.plan.RoundPlan`, does, from the rows for each expert (ranks,
+    experts), and the copies for each rank (ranks, ranks) or None. Return the demand and whether rows overflow.
 
     Fills `tables` (4, ranks, ranks, experts of a rank): by_rank, first, before, kept; `places` (2, ranks, experts of a
     rank): base, taken; `pairs` (4, ranks, ranks): rows, start, answer with a reply for each row, kept_rows.

@@ -165,7 +165,7 @@ cdef class PeerLink(ChannelSet):
             channel.peer_busy = &wakeup.page.busy[peer_slot]
             channel.peer_generation = peer_generation
 
-    def greeted(self) -> None:
+    def record_greeting(self) -> None:
         """Record that the peer has made progress since we joined its endpoint, and so has looked at ours."""
         # Only the code that closes the link reads this, and it runs on the event loop, too.
         self.state.greeting = False

@@ -2,10 +2,10 @@ from typing import Any, TypeVar
 
 from aiote_native.core import Core
 from aiote_native.flights import Flight
-from aiote_native.held import Order
 from aiote_native.peers import PeerLink
 from aiote_native.requests import Request
 from aiote_native.scatter import TargetOps
+from aiote_native.stream_orders import Order
 from aiote_native.workrequests import LocalMemory, RemoteMemory
 
 _R = TypeVar("_R", bound=Request)

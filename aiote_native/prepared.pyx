@@ -20,12 +20,12 @@ from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.elements cimport refuse_mask
 from aiote_native.flights cimport Flight
-from aiote_native.held cimport Order, hold_of, start_targets_behind
 from aiote_native.peers cimport PeerLink
 from aiote_native.posting cimport State, op_end, op_start, split_op
 from aiote_native.progress cimport alive, kick, lock, unlock
-from aiote_native.requests cimport Request, fresh, leave_link
+from aiote_native.requests cimport Request, leave_link, make_request
 from aiote_native.scatter cimport TargetOps
+from aiote_native.stream_orders cimport Order, hold_of, start_targets_behind
 from aiote_native.structs cimport MAX_CHANNELS, OP_WRITE, Op
 from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 
@@ -374,7 +374,7 @@ cdef class TargetRun(TargetOps):
             return None
         if not admitted and not core.is_at_home():
             return None
-        request = fresh(kind, owner)
+        request = make_request(kind, owner)
         request.op.opcode = OP_WRITE
         request.op.counted = imm >= 0 or self.numbered
         request.op.children = self.ops

@@ -18,7 +18,6 @@ from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.gates cimport batch_flush, gate_poll
-from aiote_native.held cimport look_at_holds
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
@@ -26,6 +25,7 @@ from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_r
 from aiote_native.resting cimport arm, goes_on, look_for_stirred, rests
 from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
+from aiote_native.stream_orders cimport look_at_holds
 from aiote_native.structs cimport (
     ARM_LATER, BROKEN, Completion, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, SUSPECT, Slot, WorkRequest)
 from aiote_native.tallies cimport tally_again

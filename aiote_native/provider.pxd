@@ -9,7 +9,7 @@ cdef class NativeDevice:
     cdef public bint shares
     cdef uint64_t epoch
 
-cdef class Registration:
+cdef class NicRegistration:
     cdef void* desc
     cdef readonly uint64_t key
     cdef readonly uint64_t base

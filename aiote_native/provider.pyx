@@ -27,19 +27,19 @@ cdef class NativeDevice:
     open memory of a GPU instead.
     """
 
-    def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
+    def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> NicRegistration:
         """Register memory; the caller keeps it alive until the registration is closed. access: peers' permissions."""
         raise NotImplementedError
 
     def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,
-                        bint writable=True, int access=MAY_ALL) -> Registration:
+                        bint writable=True, int access=MAY_ALL) -> NicRegistration:
         """Register a part of a DMA-BUF, which peers address from `address` on. The caller may close `fd` afterwards.
 
         Raises StatusError: EOPNOTSUPP where the kind of rail, its library, the kernel or the NIC cannot do it.
         """
         check(-EOPNOTSUPP, "register a DMA-BUF")
 
-    def register_gpu(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
+    def register_gpu(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> NicRegistration:
         """Register memory of a CUDA device, where the kind `stages`. Raises StatusError."""
         check(-EOPNOTSUPP, "register GPU memory")
 
@@ -62,7 +62,7 @@ cdef class NativeDevice:
         raise NotImplementedError
 
 
-cdef class Registration:
+cdef class NicRegistration:
     """Memory that a NIC knows. `key` and `base` (the address of its first byte) are for peers. `ordinal` is the number
     of the GPU that it was found on, -1 if that was not asked. `unshared` says why peers cannot open memory of a GPU,
     and is empty if they can.

@@ -35,7 +35,7 @@ cdef class Request(Operation):
 
 cdef int leave_link(PeerLink link) except -1
 
-cdef Request fresh(type kind, object peer)
+cdef Request make_request(type kind, object peer)
 
 cdef class Awaiting:
     cdef Request request

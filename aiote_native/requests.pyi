@@ -60,7 +60,7 @@ class Awaiting:
 _R = TypeVar("_R", bound=Request)
 
 def is_stream(number: int) -> bool: ...
-def quick(
+def try_submit(
     core: Core,
     kind: type[_R],
     local: object,
@@ -70,7 +70,7 @@ def quick(
     rail: object = None,
     stream: object = None,
 ) -> _R | None: ...
-def quick_send(core: Core, kind: type[_R], link: PeerLink, payload: object) -> _R | None: ...
-def quick_pages(
+def try_submit_message(core: Core, kind: type[_R], link: PeerLink, payload: object) -> _R | None: ...
+def try_submit_pages(
     core: Core, kind: type[_R], pages: object, onto: object, imm: object, rail: object = None, stream: object = None
 ) -> _R | None: ...

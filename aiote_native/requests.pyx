@@ -1,22 +1,23 @@
 """Requests as coroutines see them: started in one call, and awaited without a frame of Python.
 
-`quick` starts a request that needs no closer look: the memory of both sides is open and of one length, and the peer is
-connected and has room. Its caller handles everything else, because it knows how to wait and what errors to raise. At
-100,000 awaited requests a second, each used to cost 7 us, most of it in a dozen Python calls that found nothing to do.
+`try_submit` starts a request that needs no closer look: the memory of both sides is open and of one length, and the
+peer is connected and has room. Its caller handles everything else, because it knows how to wait and what errors to
+raise. At 100,000 awaited requests a second, each used to cost 7 us, most of it in a dozen Python calls that found
+nothing to do.
 """
 
 cimport cython
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int64_t, uint64_t
 
-from aiote_native.buffers cimport Buffer
+from aiote_native.buffers cimport AcquiredBuffer
 from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.flights cimport Flight
-from aiote_native.held cimport Order
 from aiote_native.progress cimport alive
+from aiote_native.stream_orders cimport Order
 from aiote_native.structs cimport OP_READ, OP_SEND
-from aiote_native.waiters cimport Waiter, wake
+from aiote_native.waiters cimport NativeWaiter, wake
 
 cdef extern from "Python.h":
     void* PyType_GetSlot(type, int) noexcept
@@ -54,7 +55,7 @@ cdef class LocalSlice:
         self.nbytes = nbytes
 
     def __getbuffer__(self, Py_buffer* view, int flags):
-        cdef Buffer buffer = self.memory.buffer
+        cdef AcquiredBuffer buffer = self.memory.buffer
         if self.memory.closing or len(self.memory.registrations) == 0:
             raise BufferError("the region is closed")
         buffer.lend(view, self, self.start, self.nbytes, flags)
@@ -63,7 +64,7 @@ cdef class LocalSlice:
         view.internal = <void*> buffer
 
     def __releasebuffer__(self, Py_buffer* view):
-        cdef Buffer buffer = <Buffer> view.internal
+        cdef AcquiredBuffer buffer = <AcquiredBuffer> view.internal
         view.internal = NULL
         buffer.take_back()
         Py_DECREF(buffer)
@@ -225,7 +226,7 @@ cdef object enlist(Request request):
         request.waiter.append(waiter)
     else:
         request.waiter = [request.waiter, waiter]
-    return waiter if type(waiter) is Waiter else waiter.__await__()
+    return waiter if type(waiter) is NativeWaiter else waiter.__await__()
 
 
 @cython.freelist(64)
@@ -242,10 +243,10 @@ cdef class Awaiting:
         if self.inner is None:
             if not (request.is_over or request.refused):
                 self.inner = enlist(request)
-                if type(self.inner) is Waiter:
-                    (<Waiter> self.inner)._asyncio_future_blocking = True
+                if type(self.inner) is NativeWaiter:
+                    (<NativeWaiter> self.inner)._asyncio_future_blocking = True
                     return self.inner
-        if self.inner is not None and type(self.inner) is not Waiter:
+        if self.inner is not None and type(self.inner) is not NativeWaiter:
             try:
                 item = next(self.inner, MORE)
             except BaseException as error:
@@ -260,7 +261,7 @@ cdef class Awaiting:
         raise StopIteration
 
     def send(self, value):
-        if value is None or self.inner is None or type(self.inner) is Waiter:
+        if value is None or self.inner is None or type(self.inner) is NativeWaiter:
             return next(self)
         try:
             return self.inner.send(value)
@@ -276,7 +277,7 @@ cdef class Awaiting:
             error = kind() if isinstance(kind, type) else kind
         if self.inner is None:
             raise error
-        if type(self.inner) is Waiter:
+        if type(self.inner) is NativeWaiter:
             return self.interrupt(error)
         try:
             return self.inner.throw(error)
@@ -285,7 +286,7 @@ cdef class Awaiting:
 
     def close(self):
         if self.inner is not None:
-            if type(self.inner) is not Waiter:
+            if type(self.inner) is not NativeWaiter:
                 self.inner.close()
             if not self.interrupted:
                 self.request.give_up()
@@ -298,25 +299,25 @@ cdef class Awaiting:
         self.inner = self.request.interrupted(error)
         return next(self)
 
-cdef bint open_for(Core core, PeerLink link):
+cdef bint is_open_for(Core core, PeerLink link):
     """Return whether one more request may start over a link without the caller's consent, on the engine's own loop."""
     return (core.is_at_home() and link.ready and link.core is core and not link.closed and not link.state.failed
             and link.unfinished < link.limit)
 
 
-cdef Request fresh(type kind, object peer):
+cdef Request make_request(type kind, object peer):
     """Make a request of a kind without its `__init__`."""
     cdef Request request = <Request> (<MakeNew> PyType_GetSlot(kind, Py_tp_new))(kind, NOTHING, NULL)
     request.peer = peer
     return request
 
 
-cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
+cdef bint is_open_to(Core core, LocalSlice here, RemoteSlice there):
     """Return whether one more request may start, without the caller's consent, between two slices over their link."""
     if there.memory.link is None or core.closing or core.on_submit is None:
         return False
     link = <PeerLink?> there.memory.link
-    if not open_for(core, link) or there.memory.rails <= (<PeerLink> link).widest():
+    if not is_open_for(core, link) or there.memory.rails <= (<PeerLink> link).widest():
         return False
     if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
         return False
@@ -333,7 +334,7 @@ cpdef bint is_stream(object number):
     return 0 < number <= PER_THREAD or FIRST_ADDRESS <= number <= LARGEST_ADDRESS
 
 
-cdef Order behind(LocalSlice here, stream):
+cdef Order order_behind(LocalSlice here, stream):
     """Note what a stream of the memory's device has to do now; None if the stream needs a closer look."""
     cdef Order order = Order()
     cdef uint64_t number = LEGACY
@@ -356,7 +357,7 @@ cdef Order behind(LocalSlice here, stream):
     return order
 
 
-cdef int lend(RemoteMemory memory, Request request) except -1:
+cdef int hold_lease(RemoteMemory memory, Request request) except -1:
     """Count a started request as one through its memory's lease, if the memory belongs to one."""
     if memory.lease:
         request.lease = memory.lease
@@ -364,7 +365,7 @@ cdef int lend(RemoteMemory memory, Request request) except -1:
     return 0
 
 
-cdef int started(Core core, PeerLink link, Request request) except -1:
+cdef int record_start(Core core, PeerLink link, Request request) except -1:
     request.link = link
     link.unfinished += 1
     if not core.awake:
@@ -372,7 +373,7 @@ cdef int started(Core core, PeerLink link, Request request) except -1:
     return 0
 
 
-def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, stream=None):
+def try_submit(Core core, type kind, local, remote, bint reads, imm, rail=None, stream=None):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
 
     Return None, without any effect, if something needs a closer look.
@@ -393,28 +394,28 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, strea
         return None
     here = <LocalSlice> local
     there = <RemoteSlice> remote
-    if here.nbytes != there.nbytes or not open_to(core, here, there):
+    if here.nbytes != there.nbytes or not is_open_to(core, here, there):
         return None
     link = <PeerLink> there.memory.link
     if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
         return None
     if not is_ready(here, stream):
-        order = behind(here, stream)
+        order = order_behind(here, stream)
         if order is None:
             return None
-    request = fresh(kind, link.peer)
+    request = make_request(kind, link.peer)
     request.order = order
     request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
     request.op.part_bytes = here.nbytes
     request.op.parts = 1
     core.begin(link, request, reads, value)
-    lend(there.memory, request)
-    started(core, link, request)
+    hold_lease(there.memory, request)
+    record_start(core, link, request)
     return request
 
 
-def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
-    """Start paged writes and return their request, or None, as `quick` does."""
+def try_submit_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
+    """Start paged writes and return their request, or None, as `try_submit` does."""
     cdef PageSet source, target
     cdef LocalSlice here
     cdef RemoteSlice there
@@ -433,30 +434,30 @@ def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
     there = <RemoteSlice> target.region
     if source.index.count != target.index.count or source.page_bytes != target.page_bytes:
         return None
-    if not open_to(core, here, there) or not there.memory.writable:
+    if not is_open_to(core, here, there) or not there.memory.writable:
         return None
     if not is_ready(here, stream):
-        order = behind(here, stream)
+        order = order_behind(here, stream)
         if order is None:
             return None
     link = <PeerLink> there.memory.link
-    request = fresh(kind, link.peer)
+    request = make_request(kind, link.peer)
     request.order = order
     core.submit_pages(link, request, here.memory, here.start + source.offset, source.index, source.stride,
                       there.memory, there.start + target.offset, target.index, target.stride, source.page_bytes, imm)
-    lend(there.memory, request)
-    started(core, link, request)
+    hold_lease(there.memory, request)
+    record_start(core, link, request)
     return request
 
 
-def quick_send(Core core, type kind, PeerLink link, payload):
-    """Start one message and return its request, or None, as `quick` does."""
+def try_submit_message(Core core, type kind, PeerLink link, payload):
+    """Start one message and return its request, or None, as `try_submit` does."""
     cdef Request request
-    if type(payload) is not bytes or core.closing or core.on_submit is None or not open_for(core, link):
+    if type(payload) is not bytes or core.closing or core.on_submit is None or not is_open_for(core, link):
         return None
     if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
         return None
-    request = fresh(kind, link.peer)
+    request = make_request(kind, link.peer)
     core.submit_send(link, request, payload)
-    started(core, link, request)
+    record_start(core, link, request)
     return request

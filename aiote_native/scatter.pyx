@@ -10,11 +10,11 @@ from libc.stdlib cimport calloc, free
 
 from aiote_native.core cimport Core
 from aiote_native.cuda.events cimport Hold
-from aiote_native.held cimport hold_of, start_targets_behind
 from aiote_native.peers cimport PeerLink
 from aiote_native.posting cimport split_op
 from aiote_native.progress cimport kick, lock, unlock, usable
 from aiote_native.requests cimport Request, leave_link
+from aiote_native.stream_orders cimport hold_of, start_targets_behind
 from aiote_native.structs cimport OP_WRITE
 from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 

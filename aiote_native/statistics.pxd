@@ -1,3 +1,3 @@
 from aiote_native.progress cimport Progress
 
-cdef dict counted(Progress* engine)
+cdef dict statistics_of(Progress* engine)

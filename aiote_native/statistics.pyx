@@ -35,7 +35,7 @@ cdef void copy(Progress* engine, Counts* counts) noexcept nogil:
         peer = peer.next_peer
 
 
-cdef dict counted(Progress* engine):
+cdef dict statistics_of(Progress* engine):
     """Return the counts; those of a closed engine stay as they were."""
     cdef Counts counts
     cdef State* state = &counts.state

@@ -228,7 +228,7 @@ cdef struct PeerState:
     uint32_t turn    # the channel to look at first
     Queue queue
     Queue probes     # transfers that prove channels: each may wait long for its own, so others must not queue here
-    Queue armed      # transfers that wait for a flag (proxy.pyx) or a GPU stream (held.pyx) before they are posted
+    Queue armed      # transfers that wait for a flag (proxy.pyx) or a GPU stream (stream_orders.pyx)
     PeerState* next_peer
     PeerState* prev_peer
     Mailbox* mailbox

@@ -1,4 +1,4 @@
-cdef class Waiter:
+cdef class NativeWaiter:
     cdef object loop
     cdef object cancelled_error
     cdef object callback
@@ -13,7 +13,7 @@ cdef class Waiter:
     cdef int resolve_others(self) except -1
 
 cdef class Pause:
-    cdef Waiter waiter
+    cdef NativeWaiter waiter
     cdef bint yielded
 
 cpdef int wake(object waiter) except -1

@@ -2,7 +2,7 @@ from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import Any
 
-class Waiter:
+class NativeWaiter:
     _asyncio_future_blocking: bool
     def __init__(self, loop: Any, cancelled_error: type[BaseException]) -> None: ...
     def get_loop(self) -> Any: ...

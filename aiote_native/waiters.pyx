@@ -1,16 +1,16 @@
 """The objects on which coroutines sleep, and how they are woken.
 
-asyncio's tasks accept a `Waiter` as a future (they look for `_asyncio_future_blocking`, and so does uvloop's loop,
-which runs the same tasks). A future makes its task run in the loop's next turn, which costs a handle, a call of the
-selector and 2 us. A waiter that is woken in a callback of the loop, where no other task is running, runs its task right
-there, which is what that next turn would do.
+asyncio's tasks accept a `NativeWaiter` as a future (they look for `_asyncio_future_blocking`, and so does uvloop's
+loop, which runs the same tasks). A future makes its task run in the loop's next turn, which costs a handle, a call of
+the selector and 2 us. A waiter that is woken in a callback of the loop, where no other task is running, runs its task
+right there, which is what that next turn would do.
 """
 
 cimport cython
 
 
 @cython.freelist(64)
-cdef class Waiter:
+cdef class NativeWaiter:
     """One sleep of one task. `loop` is asyncio's or uvloop's; a cancelled sleep raises `cancelled_error`."""
 
     def __init__(self, loop, cancelled_error):
@@ -139,8 +139,8 @@ cpdef int wake(object waiter) except -1:
 
 cpdef int run(object waiter) except -1:
     """Run the task that awaits it at once, if the loop allows that. Only for a callback of the loop."""
-    if type(waiter) is Waiter:
-        return (<Waiter> waiter).now()
+    if type(waiter) is NativeWaiter:
+        return (<NativeWaiter> waiter).now()
     return wake(waiter)
 
 
@@ -152,9 +152,9 @@ cdef object wake_all(list waiters, bint direct, listener):
     """
     raised = None
     for waiter in waiters:
-        if direct and type(waiter) is Waiter:
+        if direct and type(waiter) is NativeWaiter:
             try:
-                (<Waiter> waiter).now()
+                (<NativeWaiter> waiter).now()
             except BaseException as error:
                 raised = error
         else:

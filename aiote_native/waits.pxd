@@ -18,10 +18,10 @@ cdef class CounterWait(Waitable):
     cdef Wait wait
     cdef CounterHandle handle
 
-cdef class Watch(Waitable):
+cdef class ValueWatch(Waitable):
     cdef Watched watched
     cdef object core
     cdef Progress* engine
     cdef object buffer
 
-cdef int start_watch(object core, Progress* engine, Watch watch, object old) except -1
+cdef int start_watch(object core, Progress* engine, ValueWatch watch, object old) except -1

@@ -8,7 +8,7 @@ from libc.string cimport memset
 
 import sys
 
-from aiote_native.buffers cimport Buffer
+from aiote_native.buffers cimport AcquiredBuffer
 from aiote_native.counters cimport (
     IMMEDIATE_BITS, UNITS, WAIT_OVER, WAIT_PENDING, WAIT_SATISFIED, drop_if_empty, enqueue, table_get, withdraw)
 from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_link, watch_unlink
@@ -172,7 +172,7 @@ cdef class CounterWait(Waitable):
         return 0
 
 
-cdef int start_watch(object core, Progress* engine, Watch watch, object old) except -1:
+cdef int start_watch(object core, Progress* engine, ValueWatch watch, object old) except -1:
     usable(engine)
     if watch.engine != NULL:
         raise RuntimeError("a watch is started once")
@@ -189,7 +189,7 @@ cdef int start_watch(object core, Progress* engine, Watch watch, object old) exc
     return 0
 
 
-cdef class Watch(Waitable):
+cdef class ValueWatch(Waitable):
     """A value of 1, 2, 4 or 8 bytes in this process's memory, watched until it changes."""
 
     def __cinit__(self):
@@ -197,7 +197,7 @@ cdef class Watch(Waitable):
         self.watched.done.owner = <PyObject*> self
         self.engine = NULL
 
-    def __init__(self, Buffer buffer):
+    def __init__(self, AcquiredBuffer buffer):
         """Keep the value's buffer. Raises ValueError for other widths and for an address that is not aligned."""
         if buffer.nbytes not in (1, 2, 4, 8):
             raise ValueError(f"a watched value has 1, 2, 4 or 8 bytes, this has {buffer.nbytes}")
@@ -226,7 +226,7 @@ cdef class Watch(Waitable):
             finish(self)
 
 
-def read_value(Buffer buffer) -> int:
+def read_value(AcquiredBuffer buffer) -> int:
     """Read an unsigned integer in the machine's byte order. Raises ValueError for a released buffer."""
     if buffer.nbytes == 0:
         raise ValueError("the value's buffer was released")

@@ -1,17 +1,17 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from aiote_native.buffers import Buffer
+from aiote_native.buffers import AcquiredBuffer
 from aiote_native.cuda.events import EventPool
-from aiote_native.held import Order
-from aiote_native.provider import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, NicRegistration
+from aiote_native.stream_orders import Order
 
 class Waitable:
     is_over: bool
     on_over: Callable[[Any], object] | None
     waiter: Any
 
-class Unreached(Registration): ...
+class Unreached(NicRegistration): ...
 
 class LocalMemory:
     def bind(self, holder: bytes) -> None: ...
@@ -20,8 +20,8 @@ class LocalMemory:
     length: int
     writable: bool
     access: int
-    buffer: Buffer
-    registrations: tuple[Registration, ...]
+    buffer: AcquiredBuffer
+    registrations: tuple[NicRegistration, ...]
     in_flight: int
     on_idle: Callable[[], object] | None
     owner: object
@@ -29,13 +29,13 @@ class LocalMemory:
     closing: bool
     def __init__(
         self,
-        buffer: Buffer,
+        buffer: AcquiredBuffer,
         devices: Sequence[NativeDevice],
         access: int = 3,
         fd: int = -1,
         offset: int = 0,
         staged: bool = False,
-        registrations: Sequence[Registration | None] | None = None,
+        registrations: Sequence[NicRegistration | None] | None = None,
     ) -> None: ...
     @property
     def keys(self) -> tuple[tuple[int, int], ...]: ...

@@ -13,11 +13,11 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset, strcmp
 
-from aiote_native.buffers cimport Buffer
+from aiote_native.buffers cimport AcquiredBuffer
 from aiote_native.elements cimport refuse_mask
-from aiote_native.held cimport Order
-from aiote_native.provider cimport NativeDevice, Registration
+from aiote_native.provider cimport NativeDevice, NicRegistration
 from aiote_native.schedule cimport NO_KEY, NO_REACH
+from aiote_native.stream_orders cimport Order
 from aiote_native.structs cimport MAY_ALL, MAY_WRITE
 from aiote_native.waiters cimport wake
 
@@ -61,7 +61,7 @@ cdef int finish(Waitable item, list woken=None) except -1:
     return 0
 
 
-cdef class Unreached(Registration):
+cdef class Unreached(NicRegistration):
     """Stands for memory that a rail does not reach: peers are given a key that none of them uses."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ cdef class Unreached(Registration):
 
 cdef int adopt(LocalMemory self, registrations) except -1:
     """Take over registrations that exist already, one for each rail."""
-    cdef Registration registration
+    cdef NicRegistration registration
     cdef int rail = 0
     for made in registrations:
         registration = Unreached() if made is None else made
@@ -91,9 +91,9 @@ cdef class LocalMemory:
     `registrations`, it takes over those, one for each rail, None for a rail that does not reach the memory.
     """
 
-    def __init__(self, Buffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0,
+    def __init__(self, AcquiredBuffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0,
                  bint staged=False, registrations=None):
-        cdef Registration registration
+        cdef NicRegistration registration
         cdef NativeDevice device
         cdef int rail = 0
         if self.buffer is not None:
@@ -127,7 +127,7 @@ cdef class LocalMemory:
     def bind(self, bytes holder) -> None:
         """Make the keys serve only the peer of that name, on the rails that know names of peers."""
         for registration in self.registrations:
-            (<Registration> registration).bind(holder)
+            (<NicRegistration> registration).bind(holder)
 
     def rank(self, ranks) -> None:
         """Set how far each rail is from the memory: 0 for the nearest, the same for those that are equally near."""

@@ -43,7 +43,7 @@ def main() -> int:
     kernels = GpuKernels(CudaLauncher(0), EXPERTS, RANKS)
     ids = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K]
     at, weights = cupy.zeros((TOKENS, TOP_K), np.int32), cupy.ones((TOKENS, TOP_K), np.float32)
-    kernels.numbered(cupy.asarray(ids), EXPERTS, EXPERTS // RANKS, RANKS, False, at)
+    kernels.number_rows(cupy.asarray(ids), EXPERTS, EXPERTS // RANKS, RANKS, False, at)
     rows = TOKENS * TOP_K
     x, scales = cupy.zeros((TOKENS, HIDDEN), np.uint8), cupy.zeros((TOKENS, 4 * SCALES), np.uint8)
     tail, sent = cupy.zeros((TOKENS, 4 + 8 * TOP_K), np.uint8), cupy.zeros((rows, 7472), np.uint8)

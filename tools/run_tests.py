@@ -34,7 +34,7 @@ from test_again import judged
 from test_queue import Entry, Queue
 from test_reports import Failure, Load, Outcome, Verdict, banner, concluded, read, running_on
 
-from aiote.rails.library import find
+from aiote.rails.library import find_libfabric
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -113,7 +113,7 @@ class Kind:
 def version(library: Path) -> tuple[int, int]:
     """Return the interface version that a libfabric speaks."""
     # Not by ctypes: aiote keeps what Debian's libfabric links from taking over SIGINT when it is opened.
-    return find(str(library)).version
+    return find_libfabric(str(library)).version
 
 
 def system_library() -> Path | None:

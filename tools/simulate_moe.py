@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiote.moe.config import MoeConfig, Sizes
-from aiote.moe.plan import Counts, Plan
+from aiote.moe.plan import Counts, RoundPlan
 from aiote.testing import CONNECTX7_400G, EFA_200G, NicModel
 from aiote.testing.tables import KIB
 from aiote.testing.tables import PUBLISHED as PUBLISHED_NICS
@@ -104,7 +104,7 @@ def nbytes(ranks: int, phase: Phase) -> NDArray[np.int64]:
     random = np.random.default_rng(ranks)
     ids = random.random((ranks, CONFIG.tokens, CONFIG.experts)).argsort(2)[..., : CONFIG.top_k]
     experts = np.stack([np.bincount(one.reshape(-1), minlength=CONFIG.experts) for one in ids])
-    plan = Plan(sizes, 0, Counts(experts, np.zeros((ranks, ranks), np.int64)))
+    plan = RoundPlan(sizes, 0, Counts(experts, np.zeros((ranks, ranks), np.int64)))
     rows = np.array([[plan.private(source, target) for target in range(ranks)] for source in range(ranks)])
     node = np.arange(ranks) // NODE
     rows[node[:, None] == node] = 0

@@ -49,7 +49,8 @@ EXTRAS = (
 # Where the lower bound has no wheel for a Python: the first release that has one.
 FIRST_WHEELS: dict[str, dict[str, str]] = {}
 # What a lower bound was released beside: typer 0.19 uses names of click that later ones warn of.
-# contourpy 1.4, which matplotlib needs, takes no NumPy before 2. matplotlib 3.8 calls names that pyparsing 3.3 warns of.
+# contourpy 1.4, which matplotlib needs, takes no NumPy before 2.
+# matplotlib 3.8 calls names that pyparsing 3.3 warns of.
 OF_THE_TIME = {"click": "8.1.7", "contourpy": "1.2.0", "pyparsing": "3.1.1"}
 # What tests have beside a user's package, and only fits the same version of it.
 COMPANIONS = {"opentelemetry-sdk": "opentelemetry-api", "opentelemetry-semantic-conventions": "opentelemetry-api"}

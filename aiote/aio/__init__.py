@@ -10,7 +10,7 @@ from .driver import Driver
 from .handover import Handover, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall, in_thread
-from .waiting import Signal, finish, insist, poll_until, run, sleep, wake, within
+from .waiting import Signal, finish, insist, poll_until, run, run_within, sleep, wake
 
 __all__ = [
     "ByteStream",
@@ -33,7 +33,7 @@ __all__ = [
     "poll_until",
     "report",
     "run",
+    "run_within",
     "sleep",
     "wake",
-    "within",
 ]

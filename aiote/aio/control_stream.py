@@ -67,17 +67,17 @@ class ControlConnection:
         ]
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._ended
 
     @property
-    def left(self) -> bool:
+    def has_peer_left(self) -> bool:
         """Whether the peer has closed its endpoints: it does so before it says Bye or hangs up."""
         return self._farewell or self._hung_up
 
     def send(self, message: SessionMessage) -> None:
         """Queue a message. This has no effect if the connection has ended or is not authenticated."""
-        if not self._ended and self.protocol.authenticated:
+        if not self._ended and self.protocol.is_authenticated:
             self.protocol.send(message)
             self.flush()
 
@@ -101,7 +101,7 @@ class ControlConnection:
         if self.on_end is not None:
             self.on_end(reason)
 
-    async def agreed(self) -> bool:
+    async def wait_for_bye(self) -> bool:
         """Wait for the peer's Bye for at most `linger` seconds after this side's Bye; tell whether it came.
 
         A peer says Bye when its endpoints are closed. A `Failed` says nothing about them.
@@ -141,11 +141,11 @@ class ControlConnection:
 
     async def _read(self) -> None:
         try:
-            while not self.protocol.over:
+            while not self.protocol.is_over:
                 data = await self._stream.receive(READ_BYTES)
                 self._emit(self.protocol.receive(data))
                 self.flush()
-                if self.protocol.over:
+                if self.protocol.is_over:
                     self.end("it ended the connection")
         except anyio.EndOfStream:
             self._eof()
@@ -223,7 +223,7 @@ async def dial(address: Address, context: ssl.SSLContext | None) -> ByteStream:
         raise
 
 
-def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socket]:
+def bind_sockets(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socket]:
     """Return sockets that listen at these addresses (family and address), all on the same port. Raises OSError."""
     sockets: list[socket.socket] = []
     try:
@@ -257,8 +257,8 @@ class ControlListener:
     """The engine's own control port.
 
     `on_connection` is called with each connection and owns its stream; `on_failure` with the reason of a connection
-    that failed before. A connection is pending from the moment it is accepted until `proven` is called. A TLS handshake
-    may take `timeout` seconds.
+    that failed before. A connection is pending from the moment it is accepted until `mark_authenticated` is called. A
+    TLS handshake may take `timeout` seconds.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class ControlListener:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=at_once)
         except socket.gaierror:
             found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        sockets = bound(sorted({(int(family), address) for family, _, _, _, address in found}))
+        sockets = bind_sockets(sorted({(int(family), address) for family, _, _, _, address in found}))
         try:
             while sockets:
                 self._listeners.append(await SocketListener.from_socket(sockets[0]))
@@ -299,10 +299,10 @@ class ControlListener:
         except BaseException:
             for raw in sockets:
                 raw.close()
-            self._shut()
+            self._close_sockets()
             raise
         self.port = int(self._listeners[0].extra(SocketAttribute.local_port))
-        self._task = self._loop.spawn(self._serve, name="aiote control listener", after=self._shut)
+        self._task = self._loop.spawn(self._serve, name="aiote control listener", after=self._close_sockets)
 
     async def _serve(self) -> None:
         try:
@@ -340,7 +340,7 @@ class ControlListener:
         if len(self._pending) > MAX_UNAUTHENTICATED:
             # End the oldest pending connection, so that a flood of them cannot keep a real peer out.
             oldest = next(iter(self._pending))
-            self.proven(oldest)
+            self.mark_authenticated(oldest)
             oldest.end(TOO_MANY)
         try:
             secured = await self._secure(stream, pending)
@@ -350,9 +350,9 @@ class ControlListener:
             # The failure of one connection, even by an error in this engine, must not end the listener.
             report(error)
         finally:
-            self.proven(pending)
+            self.mark_authenticated(pending)
 
-    def proven(self, pending: PendingConnection) -> None:
+    def mark_authenticated(self, pending: PendingConnection) -> None:
         """Stop counting a connection as unauthenticated. Idempotent."""
         self._pending.pop(pending, None)
 
@@ -396,16 +396,16 @@ class ControlListener:
         """Stop accepting without waiting; the port is closed as soon as the loop has stopped watching it."""
         if self._task is not None:
             self._stop()
-            if self._task.ended:
-                self._shut()
+            if self._task.has_ended:
+                self._close_sockets()
 
     def _stop(self) -> None:
         assert self._task is not None
-        if not self._task.ended:
+        if not self._task.has_ended:
             for listener in self._listeners:
                 self._loop.forget_readable(listener.extra(SocketAttribute.raw_socket).fileno())
             self._task.cancel()
 
-    def _shut(self) -> None:
+    def _close_sockets(self) -> None:
         for listener in self._listeners:
             listener.extra(SocketAttribute.raw_socket).close()

@@ -65,7 +65,7 @@ class Driver:
         for core in others:
             core.shares = len(others) > 1
 
-    def _leave(self) -> None:
+    def _leave_loop(self) -> None:
         others = _cores.get(id(self._asyncio), set())
         others.discard(self._core)
         for core in others:
@@ -83,7 +83,7 @@ class Driver:
         elif self._asyncio is not None:
             if not self._core.awake:
                 self._core.awake = True
-                self._asyncio.call_soon(self._again)
+                self._asyncio.call_soon(self._round_again)
         elif self._sleeping:
             self._core.wake()
 
@@ -91,7 +91,7 @@ class Driver:
         if not self._core.awake:
             self._round()
 
-    def _again(self) -> None:
+    def _round_again(self) -> None:
         self._core.awake = False
         self._round()
 
@@ -103,12 +103,12 @@ class Driver:
             return
         again = True
         try:
-            again = self._core.turn(self._on_round)
+            again = self._core.run_turn(self._on_round)
         finally:
             # An interrupt raised in a task may or may not end the loop. If it does not, the next round has to come.
             if again and self._running and not self._core.awake and self._asyncio is not None:
                 self._core.awake = True
-                self._asyncio.call_soon(self._again)
+                self._asyncio.call_soon(self._round_again)
 
     def _collect(self, *, direct: bool = False) -> None:
         # A completion may start what waited for it, which calls `kick`. Collect that in this loop, without recursion.
@@ -156,7 +156,7 @@ class Driver:
             self._running = False
             self._core.on_submit = None
             if self._asyncio is not None:
-                self._leave()
+                self._leave_loop()
                 if not self._asyncio.is_closed():
                     self._asyncio.remove_reader(self._core.fd)
             elif self._task is not None:

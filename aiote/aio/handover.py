@@ -129,11 +129,11 @@ class Handover:
         return list(descriptors), data[len(parse_address(self.address)[0]) :]
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._socket.fileno() < 0
 
     def close(self) -> None:
         """Stop listening; the socket is closed as soon as the loop has stopped watching it. Idempotent."""
         self._task.cancel()
-        if self._task.ended:
+        if self._task.has_ended:
             self._socket.close()

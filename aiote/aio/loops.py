@@ -40,7 +40,7 @@ class LoopTask(Protocol):
         ...
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the task has ended, or its loop has."""
         ...
 
@@ -126,12 +126,12 @@ class AsyncioTask:
 
     def cancel(self) -> None:
         # A second cancellation would interrupt the cleanup that the first one started.
-        if not self._asked and not self.ended:
+        if not self._asked and not self.has_ended:
             self._asked = True
             self._task.cancel()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._task.done() or self._task.get_loop().is_closed()
 
     async def join(self) -> None:
@@ -281,7 +281,7 @@ class TrioTask:
         self.scope.cancel()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return bool(self.over.is_set())
 
     async def join(self) -> None:

@@ -11,7 +11,7 @@ import anyio
 from ..rails import run, wake
 from .loops import EventLoop, Waiter
 
-__all__ = ["Over", "Signal", "finish", "insist", "poll_until", "run", "sleep", "wake", "within"]
+__all__ = ["Over", "Signal", "finish", "insist", "poll_until", "run", "run_within", "sleep", "wake"]
 
 
 POLL_S = 0.001
@@ -35,13 +35,13 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
     before = item.on_over
     current: list[Waiter] = []
 
-    def over(item: Any) -> None:
+    def wake_waiters(item: Any) -> None:
         if before is not None:
             before(item)
         for waiter in current:
             wake(waiter)
 
-    item.on_over = over
+    item.on_over = wake_waiters
 
     async def wait() -> None:
         current[:] = [loop.waiter()]
@@ -87,7 +87,7 @@ async def insist(
     return condition()
 
 
-async def within(seconds: float, function: Callable[[], Awaitable[None]]) -> bool:
+async def run_within(seconds: float, function: Callable[[], Awaitable[None]]) -> bool:
     """Run a function for at most `seconds`; return False if the time ran out."""
     with anyio.move_on_after(seconds) as scope:
         await function()

@@ -172,7 +172,7 @@ def start(contestant: Contestant, setting: Setting, connection: WorkerConnection
         if connection is not None:
             target = connection.spawn(contestant.name, contestant.kind, setting)
             stack.callback(target.close)
-            yield _met(Pair(contestant.name, target, initiator))
+            yield _meet_peer(Pair(contestant.name, target, initiator))
             return
         side = LocalSide(
             f"{contestant.name} target",
@@ -180,9 +180,9 @@ def start(contestant: Contestant, setting: Setting, connection: WorkerConnection
             fds=fds,
         )
         stack.callback(side.close)
-        yield _met(Pair(contestant.name, side, initiator))
+        yield _meet_peer(Pair(contestant.name, side, initiator))
 
 
-def _met(pair: Pair) -> Pair:
+def _meet_peer(pair: Pair) -> Pair:
     pair.meet()
     return pair

@@ -27,7 +27,7 @@ from aiote.bench.order_statistics import Spread
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair
 
-__all__ = ["FirstToken", "PagesBack", "Round", "first_token", "lost_pages", "pages_back"]
+__all__ = ["FirstToken", "PagesBack", "RoundTimes", "first_token", "lost_pages", "pages_back"]
 
 PROMPTS = 4
 TRIPS = 12
@@ -37,7 +37,7 @@ DEAD = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundTimes:
     """Microseconds to the first token in one process and in two, of a round trip, and GiB/s of the service."""
 
     alone_us: float
@@ -76,7 +76,13 @@ class FirstToken:
 
     @classmethod
     def of(
-        cls, provider: str, contestant: str, workload: Workload, layer_us: int, in_thread: bool, rounds: Sequence[Round]
+        cls,
+        provider: str,
+        contestant: str,
+        workload: Workload,
+        layer_us: int,
+        in_thread: bool,
+        rounds: Sequence[RoundTimes],
     ) -> FirstToken:
         """Summarise; raises ValueError for no rounds."""
         bounds = [one.bound_us(workload, layer_us) for one in rounds]
@@ -112,7 +118,7 @@ def first_token(
         alone = do(pair, single.line("alone", PROMPTS, **how))[1]["p50_us"]
         together = do(pair, single.line("ttft", PROMPTS, **how))[0]["p50_us"]
         if number:  # the first one is cold
-            rounds.append(Round(alone, together, trip, served.gib_s))
+            rounds.append(RoundTimes(alone, together, trip, served.gib_s))
     return FirstToken.of(provider, pair.name, workload, layer_us, in_thread, rounds)
 
 

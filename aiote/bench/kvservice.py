@@ -29,7 +29,7 @@ __all__ = [
     "best_of",
     "do",
     "measure_service",
-    "whole",
+    "round_to_windows",
 ]
 
 OURS = "aiote"
@@ -110,7 +110,7 @@ class ServiceEntry:
     refusal: str = ""
 
     @property
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         """Whether the contestant is the library itself."""
         return self.name.startswith(OURS)
 
@@ -150,7 +150,7 @@ def do(pair: Pair, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return decode, prefill
 
 
-def _once(entry: ServiceEntry, workload: Workload, count: int, **more: int) -> ServiceRun:
+def _run_once(entry: ServiceEntry, workload: Workload, count: int, **more: int) -> ServiceRun:
     decode, prefill = do(entry.pair, workload.line("service", count, **more))
     try:
         return ServiceRun.of(workload, count, decode, prefill)
@@ -158,21 +158,21 @@ def _once(entry: ServiceEntry, workload: Workload, count: int, **more: int) -> S
         raise BenchError(f"{entry.name}: not a result: {decode!r}, {prefill!r}") from error
 
 
-def whole(workload: Workload, count: float) -> int:
+def round_to_windows(workload: Workload, count: float) -> int:
     """Round a number of requests to a multiple of the window, at least one window."""
     return max(1, round(count / workload.window)) * workload.window
 
 
 def _warm_up(entry: ServiceEntry, workload: Workload, plan: RunPlan) -> None:
     """Check every layer on arrival, and determine how many requests take as long as a run should."""
-    _once(entry, workload, 2 * workload.window, check=1)
+    _run_once(entry, workload, 2 * workload.window, check=1)
     count = 2 * workload.window
-    run = _once(entry, workload, count)
+    run = _run_once(entry, workload, count)
     if run.seconds < plan.seconds / 4:
         # A short run says little about the speed.
-        count = whole(workload, min(count * 10, count * plan.seconds / max(run.seconds, 1e-6)))
-        run = _once(entry, workload, count)
-    entry.count = whole(workload, count * plan.seconds / max(run.seconds, 1e-6))
+        count = round_to_windows(workload, min(count * 10, count * plan.seconds / max(run.seconds, 1e-6)))
+        run = _run_once(entry, workload, count)
+    entry.count = round_to_windows(workload, count * plan.seconds / max(run.seconds, 1e-6))
 
 
 def _attempt(entry: ServiceEntry, step: Callable[[], object]) -> None:
@@ -180,7 +180,7 @@ def _attempt(entry: ServiceEntry, step: Callable[[], object]) -> None:
     try:
         step()
     except BenchError as error:
-        if entry.ours and not isinstance(error, Unsupported):
+        if entry.is_ours and not isinstance(error, Unsupported):
             raise
         entry.refusal = str(error)
 
@@ -199,8 +199,8 @@ def measure_service(
     for number in range(plan.runs):
         for entry in entries if number % 2 == 0 else reversed(entries):
             if not entry.refusal:
-                _attempt(entry, lambda entry=entry: entry.runs.append(_once(entry, workload, entry.count)))  # type: ignore[misc]
-    best = best_of([entry for entry in entries if not entry.ours and not entry.refusal])
+                _attempt(entry, lambda entry=entry: entry.runs.append(_run_once(entry, workload, entry.count)))  # type: ignore[misc]
+    best = best_of([entry for entry in entries if not entry.is_ours and not entry.refusal])
     return [_line(entry, provider, workload, best) for entry in entries]
 
 
@@ -212,7 +212,7 @@ def best_of(entries: Sequence[ServiceEntry]) -> ServiceEntry | None:
 def _line(entry: ServiceEntry, provider: str, workload: Workload, best: ServiceEntry | None) -> Line:
     runs = [] if entry.refusal else entry.runs
     ratio = None
-    if entry.ours and best is not None and runs:
+    if entry.is_ours and best is not None and runs:
         ratio = paired_ratio([run.gib_s for run in runs], [run.gib_s for run in best.runs])
 
     def median(name: str) -> float:

@@ -55,7 +55,7 @@ def arena_for(works: Sequence[Work]) -> int:
     return -(-most // HUGE_BYTES) * HUGE_BYTES
 
 
-def _once(entry: Measurement, work: Work, count: int) -> TimedRun:
+def _run_once(entry: Measurement, work: Work, count: int) -> TimedRun:
     """Do one run. Raises BenchError when the received bytes differ from the sent ones."""
     work = replace(work, count=count, seed=next(SEEDS))
     initiator, target = entry.pair.run(work.line())
@@ -69,7 +69,7 @@ def _once(entry: Measurement, work: Work, count: int) -> TimedRun:
         raise BenchError(f"{entry.pair.name}: not a result: {initiator!r}, {target!r}") from error
 
 
-def _whole(work: Work, count: float) -> int:
+def _round_to_windows(work: Work, count: float) -> int:
     """Round to whole windows, so that every coroutine has the same share."""
     return max(1, round(count / work.window)) * work.window
 
@@ -77,17 +77,17 @@ def _whole(work: Work, count: float) -> int:
 def _warm_up(entry: Measurement, work: Work, plan: RunPlan) -> None:
     """Do the cold run, and determine how many requests take as long as a run should."""
     size = max(work.request_bytes, 1)
-    count = _whole(work, min(FIRST_REQUESTS, max(work.window, FIRST_BYTES // size)))
-    run = _once(entry, work, count)
+    count = _round_to_windows(work, min(FIRST_REQUESTS, max(work.window, FIRST_BYTES // size)))
+    run = _run_once(entry, work, count)
     entry.cold = run.value
     for _ in range(8):
-        wanted = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
+        wanted = _round_to_windows(work, count * plan.seconds / max(run.seconds, 1e-6))
         if run.seconds >= plan.seconds / 4:
             break
         # A short run says little about the speed, so the next one is at most ten times as long.
         count = min(wanted, count * 10)
-        run = _once(entry, work, count)
-    entry.count = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
+        run = _run_once(entry, work, count)
+    entry.count = _round_to_windows(work, count * plan.seconds / max(run.seconds, 1e-6))
 
 
 def _shared(run: TimedRun) -> bool:
@@ -99,7 +99,7 @@ def _round(entries: Sequence[Measurement], work: Work) -> dict[int, TimedRun]:
     found = {}
     for entry in entries:
         try:
-            found[id(entry)] = _once(entry, work, entry.count)
+            found[id(entry)] = _run_once(entry, work, entry.count)
         except BenchError as error:
             _note(entry, error)
     return found

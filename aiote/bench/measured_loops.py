@@ -23,7 +23,7 @@ ENDED = 2
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-def _aligned(nbytes: int) -> Words:
+def _allocate_aligned(nbytes: int) -> Words:
     """Allocate zeroed memory that begins at the start of a huge page."""
     memory = np.zeros(nbytes + HUGE_BYTES, dtype=np.uint8)
     start = -memory.ctypes.data % HUGE_BYTES
@@ -39,7 +39,7 @@ class Arena:
 
     def __init__(self, engine: aiote.Engine, nbytes: int, memory: str = "host") -> None:
         self.engine = engine
-        self.words = _aligned(nbytes)
+        self.words = _allocate_aligned(nbytes)
         self.gpu = aiote.gpu.allocate(nbytes) if memory == "cuda" else None
         self.region = engine.register(self.words if self.gpu is None else self.gpu)
         self.remote: aiote.RemoteRegion | None = None
@@ -49,12 +49,12 @@ class Arena:
         self.remote = self.engine.attach(descriptor)
 
     @property
-    def there(self) -> aiote.RemoteRegion:
+    def peer_memory(self) -> aiote.RemoteRegion:
         """The other side's arena."""
         assert self.remote is not None
         return self.remote
 
-    def ready(self, verb: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
         """Return a verb for this arena. No kernel is pending on GPU memory here, so the verb waits for no stream."""
         return verb if self.gpu is None else partial(verb, stream=-1)
 
@@ -95,16 +95,16 @@ class Arena:
 def _request(arena: Arena, work: Work, slot: int) -> tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]:
     """Return the verb of a slot's requests, and its arguments, which are the same each time."""
     engine, where = arena.engine, arena.slot(work, slot)
-    here, there = arena.region[where], arena.there[where]
+    here, there = arena.region[where], arena.peer_memory[where]
     if work.op == "read":
-        return arena.ready(engine.read), (there, here)
+        return arena.bind_verb(engine.read), (there, here)
     if work.op == "send":
         return engine.send, (there.owner, arena.words.view(np.uint8)[where].tobytes())
     if work.op == "pages":
         order = np.arange(work.pages)
         target = aiote.Pages(there, order * PAGE_STEP % work.pages, work.size)
-        return arena.ready(engine.write_pages), (aiote.Pages(here, order, work.size), target, COUNTED)
-    return arena.ready(engine.write), (here, there)
+        return arena.bind_verb(engine.write_pages), (aiote.Pages(here, order, work.size), target, COUNTED)
+    return arena.bind_verb(engine.write), (here, there)
 
 
 async def _stream(arena: Arena, work: Work) -> None:
@@ -120,8 +120,8 @@ async def _stream(arena: Arena, work: Work) -> None:
 
 async def _round_trips(arena: Arena, work: Work) -> list[float]:
     engine, where = arena.engine, arena.slot(work, 0)
-    here, there = arena.region[where], arena.there[where]
-    submit = arena.ready(engine.submit_write_imm)
+    here, there = arena.region[where], arena.peer_memory[where]
+    submit = arena.bind_verb(engine.submit_write_imm)
     times: list[float] = []
     # The answer shows that a write has arrived. Its own completion is no part of a round trip, here and in the C loop.
     transfers: deque[aiote.Transfer] = deque()
@@ -133,11 +133,11 @@ async def _round_trips(arena: Arena, work: Work) -> list[float]:
             now = time.perf_counter_ns()
             times.append((now - before) / 1000)
             before = now
-    await _all(transfers)
+    await _await_all(transfers)
     return times
 
 
-async def _all(transfers: Iterable[aiote.Transfer]) -> None:
+async def _await_all(transfers: Iterable[aiote.Transfer]) -> None:
     for transfer in transfers:
         await transfer
 
@@ -153,7 +153,7 @@ async def initiate(arena: Arena, work: Work) -> dict[str, Any]:
     else:
         await _stream(arena, work)
         result["seconds"] = time.perf_counter() - begun
-    await arena.engine.write_imm(None, arena.there, ENDED)
+    await arena.engine.write_imm(None, arena.peer_memory, ENDED)
     result["cpu"] = time.process_time() - cpu
     result["verified"] = work.op != "read" or arena.verify(work)
     return result
@@ -161,14 +161,14 @@ async def initiate(arena: Arena, work: Work) -> dict[str, Any]:
 
 async def _answer(arena: Arena, work: Work) -> None:
     engine, where = arena.engine, arena.slot(work, 0)
-    here, there = arena.region[where], arena.there[where]
-    submit = arena.ready(engine.submit_write_imm)
+    here, there = arena.region[where], arena.peer_memory[where]
+    submit = arena.bind_verb(engine.submit_write_imm)
     transfers: deque[aiote.Transfer] = deque()
     with engine.counter(COUNTED) as counter:
         for _ in range(work.count):
             await counter.wait(1)
             transfers.append(submit(here, there, COUNTED))
-    await _all(transfers)
+    await _await_all(transfers)
 
 
 async def _receive(arena: Arena, work: Work) -> None:

@@ -71,7 +71,7 @@ class WorkerSide:
         """Connect to the other side."""
         descriptor = bytes.fromhex(text)
         self.arena.meet(descriptor)
-        await self.arena.engine.connect(self.arena.there.owner)
+        await self.arena.engine.connect(self.arena.peer_memory.owner)
         write_answer({"ready": True})
 
     def prepare(self, work: Work) -> None:

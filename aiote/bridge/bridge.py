@@ -19,10 +19,10 @@ from ..config import EngineConfig
 from ..engine import Opening
 from ..errors import ClosedError, UsageError
 from .calls import Call, wait_refused
-from .moves import Move
+from .moves import ThreadTransfer
 from .promise import Promise, outlast, until_done
 from .registered_memory import MemorySource, Registration
-from .thread import EngineThread, closed
+from .thread import EngineThread, make_closed_error
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -234,7 +234,7 @@ class Bridge:
     ) -> None:
         self.require_open()
         self.require_elsewhere()
-        Move(self, self._thread, otherwise).run(local, remote, reads=reads, imm=imm, timeout=timeout)
+        ThreadTransfer(self, self._thread, otherwise).run(local, remote, reads=reads, imm=imm, timeout=timeout)
 
     def attach(self, descriptor: bytes, **claim: Any) -> aiote.RemoteRegion:
         """Return the remote memory of a descriptor, as `Engine.attach` does, in any thread but the bridge's own."""
@@ -275,7 +275,7 @@ class Bridge:
         """Raise ClosedError if this bridge is closed or being closed, and UsageError in a forked child process."""
         self._thread.require_parent()
         if self.closed:
-            raise closed()
+            raise make_closed_error()
 
     # Memory.
 

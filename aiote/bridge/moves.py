@@ -18,19 +18,19 @@ from ..rails import Direct
 from ..transfers import Transfer
 from .calls import Call
 from .promise import LOOK_S
-from .thread import closed
+from .thread import make_closed_error
 
 if TYPE_CHECKING:
     from .bridge import Bridge
     from .thread import EngineThread
 
-__all__ = ["Move"]
+__all__ = ["ThreadTransfer"]
 
 LEFT_S = 0.001
 """How often the loop checks whether a thread has left its transfer."""
 
 
-class Move:
+class ThreadTransfer:
     """One transfer of a thread. `otherwise` returns a coroutine that does the same transfer on the loop."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Move:
                 self.owner.call(self._otherwise(), timeout)
                 return
             if self._cancelled:
-                raise closed()
+                raise make_closed_error()
             while not self._direct.wait(min(LOOK_S, end - time.monotonic())):
                 if time.monotonic() >= end:
                     raise TimeoutError(f"it was not over within {timeout} s, and was cancelled")
@@ -75,7 +75,7 @@ class Move:
         while not over:
             try:
                 # A bridge that stops refuses calls, but it ends the transfer itself.
-                Call(self._thread, None, drained(transfer), firm=True).wait_ended()
+                Call(self._thread, None, drain_transfer(transfer), firm=True).wait_ended()
                 over = self._direct.wait(LOOK_S)
             except BaseException as error:
                 interruption = error
@@ -102,11 +102,11 @@ class Move:
         """Cancel the transfer, and wait until its thread has left it. Runs on the loop."""
         while self in self._thread.moves:
             if self._direct.posted:
-                await drained(self._direct.request)
+                await drain_transfer(self._direct.request)
             await asyncio.sleep(LEFT_S)
 
 
-async def drained(transfer: Any) -> None:
+async def drain_transfer(transfer: Any) -> None:
     """Cancel a transfer and wait until it is over."""
     transfer.give_up()
     if not transfer.done():

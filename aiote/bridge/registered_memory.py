@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     import aiote
 
-    from ..rails import Buffer
+    from ..rails import AcquiredBuffer
     from ..transfers import Access
     from .bridge import Bridge
 
-__all__ = ["Memory", "MemorySource", "Registration"]
+__all__ = ["EngineRegistrations", "MemorySource", "Registration"]
 
 Key = tuple[int, int, bool, str]
 MAX_KEPT = 4096
@@ -79,7 +79,7 @@ class MemorySource:
         # Do not compute the offset from the tensor's own address: an empty tensor has none.
         return tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
 
-    def _borrow(self) -> Buffer:
+    def _borrow(self) -> AcquiredBuffer:
         try:
             return borrow(self.whole)
         except TypeError:
@@ -89,7 +89,7 @@ class MemorySource:
             return borrow(self.whole)
 
 
-class Memory:
+class EngineRegistrations:
     """The registrations of one engine; used only on its loop's thread."""
 
     def __init__(self, engine: aiote.Engine, kept_bytes: int) -> None:

@@ -11,22 +11,22 @@ from ..aio import report
 from ..errors import ClosedError, UsageError
 from .calls import Call, wait_refused
 from .promise import Promise, until_done
-from .registered_memory import Memory
+from .registered_memory import EngineRegistrations
 
 if TYPE_CHECKING:
     import aiote
 
     from ..engine import Opening
     from ..rails import Core
-    from .moves import Move
+    from .moves import ThreadTransfer
 
-__all__ = ["EngineThread", "closed"]
+__all__ = ["EngineThread", "make_closed_error"]
 
 EXIT_S = 2.0
 """How long the exit of the interpreter waits for calls to drain and peers to be told, before it aborts the engine."""
 
 
-def closed() -> ClosedError:
+def make_closed_error() -> ClosedError:
     """Return the error for operations on a closed bridge, and for the calls that its close has ended."""
     return ClosedError("the bridge is closed")
 
@@ -57,9 +57,9 @@ class EngineThread:
         self.users = 0
         self.stopping = self.inherited = False
         self.engine: aiote.Engine
-        self.memory: Memory
+        self.memory: EngineRegistrations
         self.core: Core
-        self.moves: set[Move] = set()
+        self.moves: set[ThreadTransfer] = set()
         self.bells: list[Any] = []
         self.loop = new_loop()
         self._previous = previous
@@ -104,7 +104,7 @@ class EngineThread:
                 self._calls.add(call)
                 self.loop.call_soon_threadsafe(call.begin)
                 return
-        call.end(closed())
+        call.end(make_closed_error())
 
     def forget(self, call: Call[Any]) -> None:
         """Record that a call has ended."""
@@ -123,7 +123,7 @@ class EngineThread:
             move.cancel()
         while calls := self.calls_of(owner):
             for call in calls:
-                call.stop(closed())
+                call.stop(make_closed_error())
             for call in calls:
                 await until_done(call)
         for move in moves:
@@ -169,7 +169,7 @@ class EngineThread:
         finally:
             self.stop()
             for call in self.calls_of():
-                call.end(closed())
+                call.end(make_closed_error())
             self.bells.clear()
             self.ended.settle(None)
 
@@ -177,7 +177,7 @@ class EngineThread:
         self.engine = await self.opening
         async with self.engine:
             self.core = self.engine._runtime.core
-            self.memory = Memory(self.engine, self.kept_bytes)
+            self.memory = EngineRegistrations(self.engine, self.kept_bytes)
             self.opened.settle(None)
             await self._stopped.wait()
             await self.end_calls()

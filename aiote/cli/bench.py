@@ -28,7 +28,7 @@ from aiote.bench.remote import Listener, WorkerConnection, parse_place
 from aiote.bench.sides import BenchError
 from aiote.bench.work import OPS, Work
 from aiote.cli import posting
-from aiote.rails.library import find
+from aiote.rails.library import find_libfabric
 
 __all__ = ["app"]
 
@@ -185,7 +185,7 @@ def _works(ops: Sequence[str], sizes: str, window: int, pages: int) -> tuple[Wor
 def _libraries(paths: Sequence[str] | None) -> list[str]:
     """Return the paths of the libraries to measure with. The default has a path, too, so that the raw loops use it."""
     try:
-        return [find(path).path for path in paths or [aiote.EngineConfig().libfabric]]
+        return [find_libfabric(path).path for path in paths or [aiote.EngineConfig().libfabric]]
     except aiote.AioteError as error:
         _fail(f"--library: {error}", 2)
 
@@ -320,7 +320,7 @@ def _listen(place: str) -> None:
 
     def library() -> str:
         try:
-            return find(aiote.EngineConfig().libfabric).path
+            return find_libfabric(aiote.EngineConfig().libfabric).path
         except aiote.AioteError as error:
             raise BenchError(str(error)) from error
 

@@ -21,7 +21,7 @@ from rich.tree import Tree
 
 import aiote
 from aiote.rails.host_addresses import addresses
-from aiote.rails.libfabric import offered
+from aiote.rails.libfabric import offered_nics
 from aiote.rails.library import library_summary, load
 from aiote.rails.local import LOCAL
 from aiote.rails.sockets import SOCKET
@@ -80,7 +80,7 @@ def _this_machine() -> Machine:
     except aiote.FabricError:
         asked = False
     providers: dict[str, list[str]] = {}
-    for provider, domains in (*(offered() if asked else {}).items(), *offers.items()):
+    for provider, domains in (*(offered_nics() if asked else {}).items(), *offers.items()):
         for domain in domains:
             # A domain that belongs to no NIC (shm's) keeps its own name.
             nic = topology.nic(domain)

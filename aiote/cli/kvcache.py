@@ -10,7 +10,7 @@ import anyio
 import typer
 from rich.console import Console
 
-from aiote.cli.report import Bars, Summary, summarize
+from aiote.cli.report import Bars, RunSummary, summarize
 from aiote.demo import prompts
 from aiote.demo import run as runs
 from aiote.demo.faults import DemoError, leaves
@@ -95,10 +95,10 @@ def command(
 
 def _run(
     settings: Settings, config: ModelConfig, texts: Sequence[bytes], kill_prefiller_after: float | None, as_json: bool
-) -> Summary:
+) -> RunSummary:
     """Run the demo and compare its results. If the run fails, end the command."""
 
-    async def both() -> Summary:
+    async def both() -> RunSummary:
         with Bars(Console(stderr=True), len(texts)) as bars:
             result = await runs.run(settings, texts, bars, kill_prefiller_after=kill_prefiller_after)
             bars.reference_started()

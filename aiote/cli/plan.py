@@ -25,12 +25,12 @@ from aiote.plan import nics_of
 from aiote.plan.nics import in_range
 from aiote.plan.plot import draw, require
 from aiote.weights import Layout, Recipe, UpdatePlan, plan_update
+from aiote.weights.assignment import bytes_by_senders
 from aiote.weights.balance import shares
-from aiote.weights.deal import demands
 from aiote.weights.dtypes import ITEMSIZE
 from aiote.weights.tasks import fetches
 
-__all__ = ["Gathering", "Summary", "picture", "summary_of", "weights"]
+__all__ = ["Gathering", "PlanSummary", "picture", "summary_of", "weights"]
 
 BAR = 36
 GROUPS = 12
@@ -63,7 +63,7 @@ class Gathering:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class PlanSummary:
     """A plan in numbers. Sizes are bytes, by rank; `bound` is the least that the busiest source could send.
 
     The number of a NIC is the number of its ranks / ranks_per_nic: `source 3` or `target 0`. A NIC's load is that of
@@ -145,17 +145,17 @@ def _chosen(
     return f"{sources.name} to {targets.name}", (read_layout(sources), read_layout(targets), made)
 
 
-def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float = 400.0) -> Summary:
+def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float = 400.0) -> PlanSummary:
     """Return a plan in numbers."""
     load: dict[int, int] = {}
-    for found in shares(demands(plan.entries, plan.sources, plan.targets)).values():
+    for found in shares(bytes_by_senders(plan.entries, plan.sources, plan.targets)).values():
         for rank, size in found.items():
             load[rank] = load.get(rank, 0) + size
     gathers, read = _gathers(plan)
     nic, size = _hottest(plan, read, ranks_per_nic)
     side = plan.sources if nic.startswith("source") else plan.targets
     sharing = [rank for rank in side.ranks if rank // ranks_per_nic == int(nic.split()[1])]
-    return Summary(
+    return PlanSummary(
         name,
         plan.gather,
         plan.digest.hex(),
@@ -237,7 +237,7 @@ def _alike(name: str) -> str:
 # The picture.
 
 
-def picture(summary: Summary, console: Console) -> None:
+def picture(summary: PlanSummary, console: Console) -> None:
     """Print tables and bars."""
     table = Table(box=rich.box.SIMPLE, show_header=False, title=f"weight update: {summary.name}", title_justify="left")
     table.add_column(style="cyan", no_wrap=True)
@@ -268,7 +268,7 @@ def picture(summary: Summary, console: Console) -> None:
     console.print(_gathering_table(summary) if summary.gathers else "Nothing is gathered: all blocks lie in one rank.")
 
 
-def _gathering_table(summary: Summary) -> Table:
+def _gathering_table(summary: PlanSummary) -> Table:
     table = Table(box=rich.box.SIMPLE, title="gathered", title_justify="left")
     for heading, justify in (("tensors", "left"), ("units", "right"), ("bytes", "right"), ("over ranks", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]

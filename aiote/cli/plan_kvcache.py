@@ -22,7 +22,7 @@ from aiote.cli.plan_output import (
 )
 from aiote.errors import UsageError
 from aiote.plan import KV_SHAPES, kv_shape, nics_of
-from aiote.plan.kvcache import FREE, HOST_US, Computation, KvPlan, KvScenario, Layout, plan_kvcache, with_nics
+from aiote.plan.kvcache import FREE, HOST_US, Computation, KvPlan, KvScenario, ParallelLayout, plan_kvcache, with_nics
 from aiote.plan.plot import Panel, draw, require
 
 __all__ = ["kvcache"]
@@ -62,9 +62,9 @@ def kvcache(
             require()
         shape = kv_shape(model, layers=layers, heads=kv_heads, head_bytes=head_bytes)
         scenario = KvScenario(
-            shape=shape, nics=nics_of(nics, nics_per_rank), prefill=Layout(prefill_tp, prefill_pp),
-            decode=Layout(decode_tp, decode_pp), page_tokens=page_tokens, chunk=chunk, host_us=host_us, rate=rate,
-            hold_s=hold_s,
+            shape=shape, nics=nics_of(nics, nics_per_rank), prefill=ParallelLayout(prefill_tp, prefill_pp),
+            decode=ParallelLayout(decode_tp, decode_pp), page_tokens=page_tokens, chunk=chunk, host_us=host_us,
+            rate=rate, hold_s=hold_s,
         )  # fmt: skip
         plans = _plans(scenario, tokens or [PUBLISHED_CHUNK], layer_ms)
         several = list(with_nics(plans[-1].scenario, NIC_COUNTS))

@@ -16,7 +16,7 @@ from aiote.testing import NicModel
 from aiote.weights import UpdatePlan
 
 if TYPE_CHECKING:
-    from aiote.cli.plan import Summary
+    from aiote.cli.plan import PlanSummary
 
 __all__ = ["Calls", "UpdateTimes", "panels", "plain_nics", "show_times", "times_of"]
 
@@ -103,7 +103,7 @@ def show_times(times: UpdateTimes, nics: Nics, out: Console) -> None:
     ]))  # fmt: skip
 
 
-def panels(summary: Summary, times: UpdateTimes) -> list[Panel]:
+def panels(summary: PlanSummary, times: UpdateTimes) -> list[Panel]:
     """Return the panels of a picture of the plan."""
     limits = {name: time for name, (time, _) in times.bound._asdict().items()}
     found = [

@@ -23,8 +23,8 @@ import typer
 
 import aiote
 from aiote.cli import prove_peer, prove_suites
-from aiote.cli.prove_checks import CHECKS, Broken, Check, NotHere, World
-from aiote.cli.prove_memory import HostMemory, Memory, gpu_memory
+from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair, NotHere
+from aiote.cli.prove_memory import ArrayMemory, HostMemory, gpu_memory
 from aiote.cli.prove_report import Outcome, Report, machine, now
 from aiote.rails.ports import read_ports
 from aiote.testing import Fabric
@@ -60,7 +60,7 @@ class Subject:
     provider: str
     rails: list[str] | None
     peer_rails: list[str] | None
-    memory: Memory
+    memory: ArrayMemory
     missing: str = ""
 
 
@@ -153,7 +153,7 @@ NO_ENGINE = "no engine opens: "
 
 
 @contextlib.asynccontextmanager
-async def _world(subject: Subject) -> AsyncIterator[World]:
+async def _world(subject: Subject) -> AsyncIterator[EnginePair]:
     """Open two engines and connect them. Raises NotHere if the first does not open."""
     async with contextlib.AsyncExitStack() as stack:
         if subject.what == "sim":
@@ -171,7 +171,7 @@ async def _world(subject: Subject) -> AsyncIterator[World]:
         if subject.what != "sim":
             told = json.dumps([subject.provider, subject.peer_rails])
             child = [sys.executable, "-P", "-m", prove_peer.__name__, told]
-        yield World(left, right, subject.memory, child)
+        yield EnginePair(left, right, subject.memory, child)
 
 
 async def _one(subject: Subject, check: Check) -> Outcome:

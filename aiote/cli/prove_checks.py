@@ -1,7 +1,7 @@
 """The checks of `aiote prove` that need no checkout: they test the promises between two engines on this machine.
 
-A check takes a `World`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A check
-assumes no speed: it waits for conditions, and the caller limits the time of each check.
+A check takes an `EnginePair`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A
+check assumes no speed: it waits for conditions, and the caller limits the time of each check.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import anyio.lowlevel
 import numpy as np
 
 import aiote
-from aiote.cli.prove_memory import Memory
+from aiote.cli.prove_memory import ArrayMemory
 
-__all__ = ["CHECKS", "Broken", "Check", "NotHere", "World"]
+__all__ = ["CHECKS", "Broken", "Check", "EnginePair", "NotHere"]
 
 SIZES = (0, 1, 7, 64, 4096, 65_537, 1_000_003)
 GUARD = 64
@@ -40,12 +40,12 @@ class NotHere(Exception):
 
 
 @dataclass
-class World:
+class EnginePair:
     """Two connected engines, the memory to move, and the command that starts an engine like the second in a process."""
 
     left: aiote.Engine
     right: aiote.Engine
-    memory: Memory
+    memory: ArrayMemory
     child: list[str] | None = None
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ def expect(condition: object, text: str) -> None:
         raise Broken(text)
 
 
-async def writes(world: World) -> str:
+async def writes(world: EnginePair) -> str:
     data, source = world.source(max(SIZES))
     array, region, remote = world.target(max(SIZES) + 2 * GUARD)
     for size in SIZES:
@@ -92,7 +92,7 @@ async def writes(world: World) -> str:
     return f"{len(SIZES)} sizes up to {max(SIZES)} bytes"
 
 
-async def counts_follow_data(world: World) -> str:
+async def counts_follow_data(world: EnginePair) -> str:
     rounds = 200
     array, region, remote = world.target(65_537)
     with world.right.counter(7) as counter:
@@ -108,7 +108,7 @@ async def counts_follow_data(world: World) -> str:
     return f"{rounds} rounds"
 
 
-async def exact_counts(world: World) -> str:
+async def exact_counts(world: EnginePair) -> str:
     numbers = random.Random(1).sample(range(1 << 28), 20)
     _, source = world.source(BIG)
     _, region, remote = world.target(BIG)
@@ -133,7 +133,7 @@ async def exact_counts(world: World) -> str:
     return f"{total} writes on {len(numbers)} immediates"
 
 
-async def reads(world: World) -> str:
+async def reads(world: EnginePair) -> str:
     data, source = world.source(max(SIZES))
     remote = world.right.attach(source.descriptor)
     for size in SIZES[1:]:
@@ -148,7 +148,7 @@ async def reads(world: World) -> str:
     return f"{len(SIZES) - 1} sizes"
 
 
-async def pages(world: World) -> str:
+async def pages(world: EnginePair) -> str:
     page, count = 4096, 500
     data, source = world.source(page * count)
     array, region, remote = world.target(page * count)
@@ -166,7 +166,7 @@ async def pages(world: World) -> str:
     return f"{count} pages of {page} bytes, in any order"
 
 
-async def messages(world: World) -> str:
+async def messages(world: EnginePair) -> str:
     sizes = (0, 1, 1000, 16_384)
     for size in sizes:
         sent = random.Random(size).randbytes(size)
@@ -177,7 +177,7 @@ async def messages(world: World) -> str:
     return f"both ways, up to {max(sizes)} bytes"
 
 
-async def no_late_writes(world: World) -> str:
+async def no_late_writes(world: EnginePair) -> str:
     rounds = 60
     _, source = world.source(BIG)
     array, region, remote = world.target(BIG)
@@ -201,7 +201,7 @@ async def no_late_writes(world: World) -> str:
     return f"{rounds} cancellations, {rounds - len(ended)} of them before the end"
 
 
-async def leases(world: World) -> str:
+async def leases(world: EnginePair) -> str:
     rounds = 20
     _, source = world.source(BIG)
     array = world.memory.filled(np.zeros(BIG, np.uint8))
@@ -248,7 +248,7 @@ async def _until_refused(engine: aiote.Engine, source: aiote.Region, remote: aio
             return
 
 
-async def killed_peer(world: World) -> str:
+async def killed_peer(world: EnginePair) -> str:
     if world.child is None:
         raise NotHere("the simulated network lies in one process")
     async with await anyio.open_process(world.child, stderr=None) as process:
@@ -271,7 +271,7 @@ async def killed_peer(world: World) -> str:
     return "the await ended with an error, and the other peer is served"
 
 
-async def idle(world: World) -> str:
+async def idle(world: EnginePair) -> str:
     await world.settle()
     spent, started = time.process_time(), time.monotonic()
     await anyio.sleep(QUIET_S)
@@ -281,7 +281,7 @@ async def idle(world: World) -> str:
     return f"two connected engines, {QUIET_S:g} s"
 
 
-async def registration(world: World) -> str:
+async def registration(world: EnginePair) -> str:
     size = 64 << 20  # a small guest has no more to give
     array = world.memory.filled(np.zeros(size, np.uint8))
     started = time.perf_counter()
@@ -299,7 +299,7 @@ class Check:
 
     name: str
     claim: str
-    run: Callable[[World], Awaitable[str]]
+    run: Callable[[EnginePair], Awaitable[str]]
 
 
 CHECKS = (

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["CupyMemory", "HostMemory", "Memory", "TorchMemory", "gpu_memory"]
+__all__ = ["ArrayMemory", "CupyMemory", "HostMemory", "TorchMemory", "gpu_memory"]
 
 
-class Memory(Protocol):
+class ArrayMemory(Protocol):
     """Makes arrays of bytes, fills them and reads them back. `name` is its name in the report."""
 
     name: str
@@ -75,7 +75,7 @@ class TorchMemory:
         self._torch.cuda.synchronize()
 
 
-def gpu_memory() -> Memory | str:
+def gpu_memory() -> ArrayMemory | str:
     """Return memory of this machine's GPU by cupy, or else by torch. If neither reaches a GPU, return why, as text."""
     reasons = []
     try:

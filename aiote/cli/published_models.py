@@ -31,7 +31,7 @@ Placements = tuple[Replicate | Shard, ...]
 
 
 @dataclass
-class Model:
+class ModelTensors:
     """Collect the tensors of a model, layer by layer."""
 
     sources: dict[str, Tensor] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class Model:
         self.quantized(f"{layer}.w2", stack(*parts["down"]), (count, hidden, inner), mesh, placements)
 
 
-def qwen3_235b(layers: int = 94) -> Model:
+def qwen3_235b(layers: int = 94) -> ModelTensors:
     """Qwen3-235B-A22B: PP8 of 16 ranks (EP8 x FSDP2 for experts) -> 4 replicas of EP8; stage p is nodes p and p + 8."""
-    model, hidden = Model(), 4096
+    model, hidden = ModelTensors(), 4096
     replicas = Mesh.of(np.arange(32).reshape(4, 8))
     everywhere = Mesh.of(range(32))
     nodes = np.arange(128).reshape(16, 8)
@@ -111,12 +111,12 @@ def qwen3_235b(layers: int = 94) -> Model:
 
 def kimi_k2(
     expert_ranks: int = 64, layers: int = 61, *, trainers: int = 256, targets: int = 128, trained_by: int = 8
-) -> Model:
+) -> ModelTensors:
     """Kimi-K2: PP16 of 16 ranks (EP8 x FSDP2 for experts) -> 128 ranks in EP of `expert_ranks`, other tensors whole.
 
     With more trainers, each of the 16 stages has more ranks; `trained_by` is the expert parallelism of its experts.
     """
-    model, hidden, everywhere = Model(), 7168, Mesh.of(range(targets))
+    model, hidden, everywhere = ModelTensors(), 7168, Mesh.of(range(targets))
     replicas = Mesh.of(np.arange(targets).reshape(-1, expert_ranks))
     each = trainers // 16
     for layer in range(layers):

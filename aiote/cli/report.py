@@ -21,14 +21,14 @@ from aiote.demo.one_process import LocalResult
 from aiote.demo.run import RunResult
 from aiote.demo.settings import Settings
 
-__all__ = ["Bars", "Summary", "difference", "summarize"]
+__all__ = ["Bars", "RunSummary", "difference", "summarize"]
 
 _SAMPLE = 2
 _SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """A finished run, its comparison, and how to show them."""
 
     settings: Settings
@@ -198,9 +198,11 @@ def _at(sequence: Sequence[int], place: int) -> str:
     return str(sequence[place]) if place < len(sequence) else "missing"
 
 
-def summarize(settings: Settings, config: ModelConfig, result: RunResult, references: Sequence[LocalResult]) -> Summary:
+def summarize(
+    settings: Settings, config: ModelConfig, result: RunResult, references: Sequence[LocalResult]
+) -> RunSummary:
     """Compare a run with its reference."""
-    return Summary(settings, config, result, tuple(references), difference(result, references))
+    return RunSummary(settings, config, result, tuple(references), difference(result, references))
 
 
 class Bars:

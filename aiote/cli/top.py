@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiote.observe.status_page import Status, pages
+from aiote.observe.status_page import EngineStatus, pages
 
 __all__ = ["Rates", "command", "picture"]
 
@@ -39,9 +39,9 @@ class Rates:
     """The last two pages of each engine, and the rates between them."""
 
     def __init__(self) -> None:
-        self._pages: dict[tuple[int, str], list[Status]] = {}
+        self._pages: dict[tuple[int, str], list[EngineStatus]] = {}
 
-    def look(self, seen: Iterable[Status]) -> list[dict[str, Any]]:
+    def look(self, seen: Iterable[EngineStatus]) -> list[dict[str, Any]]:
         """Record the current pages, and return what to show of each engine."""
         found = {(status.pid, status.address): status for status in seen}
         # An engine writes a page each second. If there is no new one between two looks, the last rate stays.
@@ -49,20 +49,20 @@ class Rates:
         return [_shown(known) for _, known in sorted(self._pages.items())]
 
 
-def _latest(known: list[Status], status: Status) -> list[Status]:
+def _latest(known: list[EngineStatus], status: EngineStatus) -> list[EngineStatus]:
     if known and known[-1].written_ns == status.written_ns:
         return known
     return [*known[-1:], status]
 
 
-def _rate(known: list[Status], before: int | None, now: int | None) -> float:
+def _rate(known: list[EngineStatus], before: int | None, now: int | None) -> float:
     seconds = (known[-1].written_ns - known[0].written_ns) * 1e-9
     if len(known) < 2 or seconds <= 0 or before is None or now is None:
         return 0.0
     return max(0.0, (now - before) / seconds)
 
 
-def _shown(known: list[Status]) -> dict[str, Any]:
+def _shown(known: list[EngineStatus]) -> dict[str, Any]:
     first, last = known[0], known[-1]
     rails = []
     for before, now in zip(first.rails, last.rails, strict=False):

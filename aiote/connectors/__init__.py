@@ -7,6 +7,6 @@ share know no host: `buckets` (pure) and `broadcast` (coroutines on an engine); 
 bridge.
 """
 
-from .broadcast import UpdateError
+from .broadcast import BroadcastError
 
-__all__ = ["UpdateError"]
+__all__ = ["BroadcastError"]

@@ -10,7 +10,7 @@ each of the receiver's slots.
        | =========== write, immediate ========> |    bucket b into slot b mod slots
        | ----------- Bucket(b, pieces) -------> |
        | <========== an immediate alone ======= |    the slot of bucket b is free: its tensors are no longer used
-       | ----------- Ended(digest) -----------> |
+       | ----------- UpdateEnd(digest) -------> |
        | <========== an immediate alone ======= |    all senders have ended with the same digest
 
 Receivers do not forward data. With n senders, sender b mod n sends bucket b, so each sender sends 1/n of the bytes to
@@ -21,8 +21,8 @@ chain would end the update for every later rank.
 The end of the call is the end of the update. A sender or a receiver that dies, is cancelled or fails ends it on the
 other side as well, and a sender that lost a receiver ends the calls of all others. The sender also ends the update if
 receivers do not request it within `connect_timeout` of the sender's first tensor. A receiver that fails reports the
-reason before it ends its calls. When `Incoming.aclose` has returned, no sender writes into its slots any more: at each
-sender the call has ended, including its writes, or the connection has ended.
+reason before it ends its calls. When `IncomingUpdate.aclose` has returned, no sender writes into its slots any more: at
+each sender the call has ended, including its writes, or the connection has ended.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from msgspec import Meta
 import aiote
 
 from .. import service
-from ..service.background import Bell, to_the_end
-from .buckets import Bucket, Ended, Size
+from ..service.background import LazySignal, run_shielded
+from .buckets import Bucket, Size, UpdateEnd
 
-__all__ = ["Begun", "Exchange", "Feed", "Incoming", "Offer", "Outgoing", "UpdateError"]
+__all__ = ["Begun", "BroadcastError", "Exchange", "Feed", "IncomingUpdate", "Outgoing", "ReceiverSlots"]
 
 T = TypeVar("T")
 Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
@@ -57,11 +57,11 @@ MOST_TEXT = 2000
 """The most characters that a sender keeps of a receiver's reason."""
 
 
-class UpdateError(aiote.AioteError):
+class BroadcastError(aiote.AioteError):
     """An update of weights ended before every receiver had all of it. The text names the rank that failed, and why."""
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ReceiverSlots(msgspec.Struct, frozen=True):
     """A receiver's slots: memory of `bucket_bytes` for each slot, and an immediate for each."""
 
     descriptor: Annotated[bytes, Meta(max_length=4096)]
@@ -80,11 +80,11 @@ class Feed(service.Service):
 
     name = "aiote.connectors.Feed"
 
-    @service.method(raises=[UpdateError])
-    def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
+    @service.method(raises=[BroadcastError])
+    def take(self, update: Name, offer: ReceiverSlots) -> AsyncIterator[Begun | Bucket | UpdateEnd]:
         """Make this sender write its buckets of an update into slots; yield each bucket's description once written.
 
-        Raises UpdateError if the update fails, or is not in progress here for the caller.
+        Raises BroadcastError if the update fails, or is not in progress here for the caller.
         """
         raise NotImplementedError
 
@@ -102,11 +102,13 @@ class Exchange(Feed):
     def __init__(self) -> None:
         self.outgoing: dict[str, Outgoing] = {}
 
-    @service.method(raises=[UpdateError])
-    def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
+    @service.method(raises=[BroadcastError])
+    def take(self, update: Name, offer: ReceiverSlots) -> AsyncIterator[Begun | Bucket | UpdateEnd]:
         caller = service.current_call().peer
         if update not in self.outgoing or not self.outgoing[update].is_for(caller.address):
-            raise UpdateError(f"no update {update} is under way here: it has ended, was never begun, or is for others")
+            raise BroadcastError(
+                f"no update {update} is under way here: it has ended, was never begun, or is for others"
+            )
         return self.outgoing[update].feed(offer, caller)
 
     @service.method(idempotent=True)
@@ -121,8 +123,8 @@ class Outgoing:
 
     For each bucket of this sender (`number % senders == index`), in order, the host awaits `room(number)`, fills the
     memory from `place(number)` on, and awaits `put(bucket)`. Then it awaits `finish(ended)`, and `run` returns when all
-    `receivers` have everything. All of these raise UpdateError as soon as a receiver is lost, or has not requested the
-    update within `connect_timeout` of the host's first call, or after `fail`.
+    `receivers` have everything. All of these raise BroadcastError as soon as a receiver is lost, or has not requested
+    the update within `connect_timeout` of the host's first call, or after `fail`.
     """
 
     def __init__(
@@ -150,13 +152,13 @@ class Outgoing:
         self._identities = {aiote.Address.parse(one).identity for one in addresses}
         self._buckets: dict[int, Bucket] = {}
         self._written: dict[int, int] = {}
-        self._ended: Ended | None = None
+        self._ended: UpdateEnd | None = None
         self._feeds = 0
         self._came: list[str] = []
         self._begun = False
         self._complete: list[str] = []
         self._scopes: set[anyio.CancelScope] = set()
-        self._changed = Bell()
+        self._changed = LazySignal()
         exchange.outgoing[update] = self
 
     def is_for(self, address: aiote.Address) -> bool:
@@ -170,23 +172,23 @@ class Outgoing:
     async def room(self, number: int) -> None:
         """Wait until the staging memory of a bucket is free, because every receiver has its previous content."""
         before = number // self.senders - STAGED
-        await self._until(lambda: before < 0 or self._written.get(before) == self.receivers)
+        await self._wait_until(lambda: before < 0 or self._written.get(before) == self.receivers)
         self._written.pop(before, None)
         self._buckets.pop(before, None)
 
     async def put(self, bucket: Bucket) -> None:
         """Queue a bucket for writing to every receiver; do not wait for the writes."""
-        await self._until(lambda: True)
-        turn = bucket.number // self.senders
-        self._written[turn] = 0
-        self._buckets[turn] = bucket
-        self._changed.ring()
+        await self._wait_until(lambda: True)
+        own_number = bucket.number // self.senders
+        self._written[own_number] = 0
+        self._buckets[own_number] = bucket
+        self._changed.wake_all()
 
-    async def finish(self, ended: Ended) -> None:
+    async def finish(self, ended: UpdateEnd) -> None:
         """Announce that no sender has more buckets."""
-        await self._until(lambda: True)
+        await self._wait_until(lambda: True)
         self._ended = ended
-        self._changed.ring()
+        self._changed.wake_all()
 
     def fail(self, reason: str) -> None:
         """End the update for all; receivers learn the reason once the writes in flight have drained."""
@@ -194,10 +196,10 @@ class Outgoing:
             self.error = reason
             for scope in self._scopes:
                 scope.cancel()
-            self._changed.ring()
+            self._changed.wake_all()
 
     async def run(self) -> None:
-        """Return when every receiver has everything; raise UpdateError if one failed.
+        """Return when every receiver has everything; raise BroadcastError if one failed.
 
         Once this has ended, no write reads the staging memory any more. Cancelling it ends the update for all.
         """
@@ -214,9 +216,9 @@ class Outgoing:
             raise
         finally:
             self._exchange.outgoing.pop(self.update, None)
-            await to_the_end(self._feeds_ended)
+            await run_shielded(self._feeds_ended)
         if self.error is not None:
-            raise UpdateError(self.error)
+            raise BroadcastError(self.error)
 
     async def _all_come(self) -> None:
         """End the update if receivers do not request it in time."""
@@ -250,79 +252,79 @@ class Outgoing:
         if address not in self._complete:
             self.fail(f"receiver {address} was lost: {peer.reason}")
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         if not self._begun:
             self._begun = True
-            self._changed.ring()
+            self._changed.wake_all()
         while self.error is None and not condition():
             await self._changed.wait()
         if self.error is not None:
-            raise UpdateError(self.error)
+            raise BroadcastError(self.error)
 
     # One receiver.
 
-    async def feed(self, offer: Offer, peer: aiote.Peer) -> AsyncIterator[Begun | Bucket | Ended]:
-        """Write all buckets into a receiver's slots; yield the items of its call. Raises UpdateError."""
+    async def feed(self, offer: ReceiverSlots, peer: aiote.Peer) -> AsyncIterator[Begun | Bucket | UpdateEnd]:
+        """Write all buckets into a receiver's slots; yield the items of its call. Raises BroadcastError."""
         address = str(peer.address)
         if len(self._came) == self.receivers:
-            raise UpdateError(
+            raise BroadcastError(
                 f"update {self.update} has its {self.receivers} receivers already: {', '.join(self._came)}"
             )
         self._came.append(address)
         self._feeds += 1
-        self._changed.ring()
+        self._changed.wake_all()
         complete, reason = False, DECLINED
         try:
             nbytes = len(offer.immediates) * offer.bucket_bytes
             remote = self.engine.attach(offer.descriptor, owner=peer, access="write", nbytes=nbytes)
             with self.engine.reserve_immediates(1, [peer]) as block, self.engine.counter(block.first) as credits:
                 yield Begun(credits.imm)
-                for turn in itertools.count():
-                    bucket = await self._unless_failed(partial(self._due, turn))
+                for own_number in itertools.count():
+                    bucket = await self._unless_failed(partial(self._wait_for_bucket, own_number))
                     if bucket is None:
                         break
                     if bucket.number >= len(offer.immediates):
                         await self._in_time(credits.wait)
                     await self._in_time(partial(self._write, bucket, offer, remote))
-                    self._written[turn] += 1
-                    self._changed.ring()
+                    self._written[own_number] += 1
+                    self._changed.wake_all()
                     yield bucket
                 assert self._ended is not None
                 yield self._ended
                 # Wait for one immediate for each slot that is still in use, and for one for the end.
-                due = min(turn, len(offer.immediates) // self.senders) + 1
+                due = min(own_number, len(offer.immediates) // self.senders) + 1
                 await self._in_time(partial(credits.wait, due))
                 self._complete.append(address)
                 complete = True
         except (aiote.AioteError, ValueError) as error:
             reason = str(error)
-            raise UpdateError(self.error or reason) from error
+            raise BroadcastError(self.error or reason) from error
         finally:
             self._feeds -= 1
             if not complete:
                 self.fail(f"receiver {address}: {reason}")
-            self._changed.ring()
+            self._changed.wake_all()
 
-    async def _due(self, turn: int) -> Bucket | None:
+    async def _wait_for_bucket(self, own_number: int) -> Bucket | None:
         """Wait for this sender's next bucket; return None if there are no more."""
-        await self._until(lambda: turn in self._buckets or self._ended is not None)
-        return self._buckets.get(turn)
+        await self._wait_until(lambda: own_number in self._buckets or self._ended is not None)
+        return self._buckets.get(own_number)
 
-    async def _write(self, bucket: Bucket, offer: Offer, remote: aiote.RemoteRegion) -> None:
+    async def _write(self, bucket: Bucket, offer: ReceiverSlots, remote: aiote.RemoteRegion) -> None:
         if bucket.nbytes:
             slot, start = bucket.number % len(offer.immediates), self.place(bucket.number)
             target = remote[slot * offer.bucket_bytes : slot * offer.bucket_bytes + bucket.nbytes]
             await self.engine.write_imm(self._staging[start : start + bucket.nbytes], target, offer.immediates[slot])
 
     async def _in_time(self, step: Callable[[], Awaitable[object]]) -> None:
-        """Run a step that depends on a receiver's progress. Raises UpdateError after `PROGRESS_S` without any."""
+        """Run a step that depends on a receiver's progress. Raises BroadcastError after `PROGRESS_S` without any."""
         with anyio.move_on_after(PROGRESS_S) as late:
             await self._unless_failed(step)
         if late.cancelled_caught:
-            raise UpdateError(f"it has made no progress for {PROGRESS_S:.0f} s")
+            raise BroadcastError(f"it has made no progress for {PROGRESS_S:.0f} s")
 
     async def _unless_failed(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Run a step that may wait for a peer. A failure of the update cancels the step and raises UpdateError."""
+        """Run a step that may wait for a peer. A failure of the update cancels the step and raises BroadcastError."""
         if self.error is None:
             with anyio.CancelScope() as scope:
                 self._scopes.add(scope)
@@ -330,10 +332,10 @@ class Outgoing:
                     return await step()
                 finally:
                     self._scopes.discard(scope)
-        raise UpdateError(self.error or "cancelled")
+        raise BroadcastError(self.error or "cancelled")
 
 
-class Incoming:
+class IncomingUpdate:
     """One receiver's part of an update.
 
     `await next()` returns the buckets in order, then None. A bucket's bytes begin at `place(bucket.number)`, and are
@@ -352,14 +354,14 @@ class Incoming:
         # An address with only a host and a port does not identify the sender's engine yet.
         self._block = engine.reserve_immediates(count, self.senders if named else None)
         self._counters = [engine.counter(self._block[number]) for number in range(count)]
-        offer = Offer(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])
+        offer = ReceiverSlots(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])
         self._feeds = [service.client(engine, address, Feed) for address in self.senders]
         self._streams = [cast("service.Stream", feed.take(update, offer)) for feed in self._feeds]
         self._credits: dict[int, int] = {}
         self._number = 0
         self._holds = self._closed = self._declined = self._over = False
         self._scope: anyio.CancelScope | None = None
-        self._left = Bell()
+        self._left = LazySignal()
 
     def place(self, number: int) -> int:
         """Return the offset of a bucket in the slots' memory."""
@@ -368,7 +370,7 @@ class Incoming:
     async def next(self) -> Bucket | None:
         """Return the previous bucket's slot to its sender, and wait for the next bucket; return None after the last.
 
-        After a cancellation or an error the update cannot continue. Raises UpdateError.
+        After a cancellation or an error the update cannot continue. Raises BroadcastError.
         """
         if not self._closed:
             with anyio.CancelScope() as self._scope:
@@ -376,8 +378,8 @@ class Incoming:
                     return await self._next()
                 finally:
                     self._scope = None
-                    self._left.ring()
-        raise UpdateError(f"update {self.update} was ended at this receiver")
+                    self._left.wake_all()
+        raise BroadcastError(f"update {self.update} was ended at this receiver")
 
     async def _next(self) -> Bucket | None:
         if len(self._credits) < len(self.senders):
@@ -387,7 +389,7 @@ class Incoming:
             await self._credit((self._number - 1) % len(self.senders))
         number = self._number % len(self.senders)
         item = await self._item(number)
-        if isinstance(item, Ended):
+        if isinstance(item, UpdateEnd):
             await self._end(number, item)
             return None
         if not isinstance(item, Bucket) or item.number != self._number or item.nbytes > self.bucket_bytes:
@@ -407,18 +409,18 @@ class Incoming:
         self._closed = True
         if self._scope is not None:
             self._scope.cancel()
-        await to_the_end(self._next_ended)
+        await run_shielded(self._next_ended)
         if reason and not (self._declined or self._over):
-            await to_the_end(partial(self._decline, reason))
+            await run_shielded(partial(self._decline, reason))
         for stream in self._streams:
             stream.close()
         for stream in self._streams:
-            await to_the_end(stream.aclose)
+            await run_shielded(stream.aclose)
         for counter in self._counters:
             counter.close()
         self._block.close()
         if not self._declined:
-            await to_the_end(self._decline)
+            await run_shielded(self._decline)
 
     async def _decline(self, reason: str = "") -> None:
         async def decline(number: int) -> None:
@@ -450,7 +452,7 @@ class Incoming:
                 for number in range(len(self.senders)):
                     group.start_soon(ask, number)
         except BaseExceptionGroup as errors:
-            raise next((one for one in errors.exceptions if isinstance(one, UpdateError)), errors) from None
+            raise next((one for one in errors.exceptions if isinstance(one, BroadcastError)), errors) from None
 
     async def _credit(self, sender: int) -> None:
         """Report to a sender that one of its slots is free, or that the update succeeded."""
@@ -459,15 +461,15 @@ class Incoming:
         except aiote.AioteError as error:
             raise self._error(sender, str(error)) from error
 
-    async def _item(self, sender: int) -> Begun | Bucket | Ended | None:
-        """Return the next item of a sender's call, None at its end. Raises UpdateError, which names the sender."""
+    async def _item(self, sender: int) -> Begun | Bucket | UpdateEnd | None:
+        """Return the next item of a sender's call, None at its end. Raises BroadcastError, which names the sender."""
         try:
-            item: Begun | Bucket | Ended | None = await anext(self._streams[sender], None)
+            item: Begun | Bucket | UpdateEnd | None = await anext(self._streams[sender], None)
         except aiote.AioteError as error:
             raise self._error(sender, str(error)) from error
         return item
 
-    async def _end(self, number: int, ended: Ended) -> None:
+    async def _end(self, number: int, ended: UpdateEnd) -> None:
         """Check that all senders have ended with the same tensors, report success to them, and wait for their ends."""
         for other in range(len(self.senders)):
             item = ended if other == number else await self._item(other)
@@ -479,5 +481,5 @@ class Incoming:
         for other in range(len(self.senders)):
             await self._item(other)
 
-    def _error(self, sender: int, reason: str) -> UpdateError:
-        return UpdateError(f"update {self.update}: sender {sender}, {self.senders[sender]}: {reason}")
+    def _error(self, sender: int, reason: str) -> BroadcastError:
+        return BroadcastError(f"update {self.update}: sender {sender}, {self.senders[sender]}: {reason}")

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-__all__ = ["Bucket", "Bytes", "Ended", "Joiner", "Piece", "Size", "Splitter", "slots_of"]
+__all__ = ["Bucket", "BucketPiece", "Bytes", "Joiner", "Size", "Splitter", "UpdateEnd", "slots_of"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 47)]
@@ -41,7 +41,7 @@ def slots_of(bucket_bytes: int, senders: int) -> tuple[int, int]:
     return 2 * senders, max(size // ALIGNMENT, 1) * ALIGNMENT
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class BucketPiece(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a tensor in a bucket: `length` of them, from the tensor's byte `start` on, at the bucket's `offset`."""
 
     name: Text
@@ -58,10 +58,10 @@ class Bucket(msgspec.Struct, frozen=True, tag=True):
 
     number: Size
     nbytes: Size
-    pieces: Annotated[list[Piece], Meta(max_length=MOST_PIECES)]
+    pieces: Annotated[list[BucketPiece], Meta(max_length=MOST_PIECES)]
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class UpdateEnd(msgspec.Struct, frozen=True, tag=True):
     """The end of an update, with its totals. The digest covers the names, dtypes and shapes in their order."""
 
     buckets: Size
@@ -77,7 +77,7 @@ class Splitter:
         self._number = self._used = self._pieces = self._tensors = 0
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def split(self, name: str, dtype: str, shape: Sequence[int], nbytes: int) -> Iterator[tuple[int, Piece]]:
+    def split(self, name: str, dtype: str, shape: Sequence[int], nbytes: int) -> Iterator[tuple[int, BucketPiece]]:
         """Yield the pieces of the next tensor, each with its bucket's number."""
         self._tensors += 1
         self._digest.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
@@ -89,26 +89,26 @@ class Splitter:
                 self._number, self._used, self._pieces = self._number + 1, 0, 0
                 room = self._bucket_bytes
             length = min(nbytes - start, room)
-            yield self._number, Piece(name, dtype, tuple(shape), nbytes, start, length, self._used)
+            yield self._number, BucketPiece(name, dtype, tuple(shape), nbytes, start, length, self._used)
             self._used = -(-(self._used + length) // ALIGNMENT) * ALIGNMENT
             self._pieces += 1
             start += length
             if start == nbytes:
                 return
 
-    def ended(self) -> Ended:
+    def describe_end(self) -> UpdateEnd:
         """Return the totals of all tensors so far."""
-        return Ended(self._number + 1 if self._tensors else 0, self._tensors, self._digest.digest())
+        return UpdateEnd(self._number + 1 if self._tensors else 0, self._tensors, self._digest.digest())
 
 
 class Joiner:
     """Joins the pieces of split tensors. The receiver calls `add` with every piece, in order."""
 
     def __init__(self) -> None:
-        self._piece: Piece | None = None
+        self._piece: BucketPiece | None = None
         self._bytes: Bytes | None = None
 
-    def add(self, piece: Piece, bucket: Bytes) -> tuple[Bytes | None, tuple[Bytes, Bytes] | None]:
+    def add(self, piece: BucketPiece, bucket: Bytes) -> tuple[Bytes | None, tuple[Bytes, Bytes] | None]:
         """Return the tensor's bytes if this piece is its last, else None, and the copy to make first: (target, source).
 
         The bytes of a tensor in one piece are the bucket's own, without a copy. Raises ValueError for a piece that does
@@ -127,7 +127,7 @@ class Joiner:
             except MemoryError:
                 raise ValueError(f"{piece.name} has {piece.nbytes} bytes, for which there is no memory") from None
         else:
-            begun = piece.start == before.start + before.length and same(piece, before)
+            begun = piece.start == before.start + before.length and is_same_tensor(piece, before)
         if not begun or self._bytes is None:
             raise ValueError(f"{piece.name} comes from its byte {piece.start} on, which is not what was due")
         stop, whole = piece.start + piece.length, self._bytes
@@ -135,15 +135,15 @@ class Joiner:
         return whole if self._piece is None else None, (whole[piece.start : stop], part)
 
     @property
-    def unfinished(self) -> str:
+    def unfinished_name(self) -> str:
         """The name of the tensor that lacks pieces, or an empty string."""
         return self._piece.name if self._piece is not None else ""
 
 
-def same(piece: Piece, other: Piece) -> bool:
+def is_same_tensor(piece: BucketPiece, other: BucketPiece) -> bool:
     """Return whether two pieces belong to one tensor."""
 
-    def of(one: Piece) -> Any:
+    def of(one: BucketPiece) -> Any:
         return one.name, one.dtype, one.shape, one.nbytes
 
     return bool(of(piece) == of(other))

@@ -20,20 +20,20 @@ import numpy as np
 from .. import bridge as bridges
 from .. import service
 from ..errors import UsageError
-from ..service.background import to_the_end
-from .broadcast import STAGED, Exchange, Incoming, Outgoing, UpdateError
-from .buckets import ALIGNMENT, Bucket, Bytes, Joiner, Piece, Splitter
+from ..service.background import run_shielded
+from .broadcast import STAGED, BroadcastError, Exchange, IncomingUpdate, Outgoing
+from .buckets import ALIGNMENT, Bucket, BucketPiece, Bytes, Joiner, Splitter
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Copy", "Party", "Receiving", "Sending", "Step", "party"]
+__all__ = ["HostCopy", "Party", "Receiving", "Sending", "Step", "party"]
 
 LARGE = 1 << 20
 """From this many bytes on, asynchronous hosts copy in a thread: this size takes 50 us, a whole bucket takes 10 ms."""
 
 
-class Copy:
+class HostCopy:
     """A copy that the host has to make, by calling it in any thread."""
 
     def __init__(self, target: Bytes, source: Bytes) -> None:
@@ -44,7 +44,7 @@ class Copy:
         np.copyto(self._target, self._source)
 
 
-Step: TypeAlias = Coroutine[Any, Any, None] | Copy
+Step: TypeAlias = Coroutine[Any, Any, None] | HostCopy
 """The next step for the host: a coroutine to run on the bridge, or a copy to make."""
 
 _party: tuple[int, Party] | None = None
@@ -65,7 +65,7 @@ def party(**settings: Any) -> Party:
         return _party[1]
 
 
-class Memory:
+class RegisteredMemory:
     """Memory and its registration."""
 
     def __init__(self, content: Bytes, registration: bridges.Registration) -> None:
@@ -82,7 +82,7 @@ class Party:
         self.address = str(self.engine.address)
         self.exchange = Exchange()
         self.registrations = 0
-        self._free: dict[str, Memory] = {}
+        self._free: dict[str, RegisteredMemory] = {}
         ready: bridges.Promise[None] = bridges.Promise()
         try:
             self.bridge.require_elsewhere()
@@ -101,7 +101,7 @@ class Party:
             ready.settle(None)
             await anyio.sleep_forever()
 
-    async def borrow(self, nbytes: int, access: Literal["local", "write"]) -> Memory:
+    async def borrow(self, nbytes: int, access: Literal["local", "write"]) -> RegisteredMemory:
         """Return registered memory of this size; reuse the memory of an earlier update if it has this size."""
         memory = self._free.pop(access, None)
         if memory is not None:
@@ -112,9 +112,9 @@ class Party:
         start = -unaligned.ctypes.data % ALIGNMENT
         content = unaligned[start : start + nbytes]
         self.registrations += 1
-        return Memory(content, await self.bridge.register_async(content, access))
+        return RegisteredMemory(content, await self.bridge.register_async(content, access))
 
-    async def give_back(self, memory: Memory, access: Literal["local", "write"]) -> None:
+    async def give_back(self, memory: RegisteredMemory, access: Literal["local", "write"]) -> None:
         """Keep unused memory for the next update, or close its registration if other memory is kept already."""
         if self._free.setdefault(access, memory) is not memory:
             await memory.registration.aclose()
@@ -123,11 +123,11 @@ class Party:
 class Sending:
     """One sender's part of an update. The host calls `add` for each tensor, then `end`, and `close` in any case."""
 
-    def __init__(self, party: Party, memory: Memory, outgoing: Outgoing) -> None:
+    def __init__(self, party: Party, memory: RegisteredMemory, outgoing: Outgoing) -> None:
         self._party, self._memory, self._outgoing = party, memory, outgoing
         self._splitter = Splitter(outgoing.bucket_bytes)
         self._number = -1
-        self._pieces: list[Piece] = []
+        self._pieces: list[BucketPiece] = []
         self._over = anyio.Event()
         self._closed = False
         self.in_use = False
@@ -143,7 +143,7 @@ class Sending:
     async def _run(self) -> None:
         try:
             await self._outgoing.run()
-        except UpdateError:
+        except BroadcastError:
             # Every step of the host raises this error.
             pass
         finally:
@@ -170,7 +170,7 @@ class Sending:
                 content = bytes_of(tensor)
             start = self._outgoing.place(number) + piece.offset
             target = self._memory.bytes[start : start + piece.length]
-            yield Copy(target, content[piece.start : piece.start + piece.length])
+            yield HostCopy(target, content[piece.start : piece.start + piece.length])
 
     def end(self) -> Iterator[Step]:
         """Yield the last steps, after which all receivers have all tensors."""
@@ -184,13 +184,13 @@ class Sending:
             self._pieces = []
 
     async def _finish(self) -> None:
-        await self._outgoing.finish(self._splitter.ended())
+        await self._outgoing.finish(self._splitter.describe_end())
         await self._over.wait()
         if self._outgoing.error is not None:
-            raise UpdateError(self._outgoing.error)
+            raise BroadcastError(self._outgoing.error)
 
     async def fail(self, reason: str) -> None:
-        """End the update for all ranks, if it has not ended: every further step raises UpdateError."""
+        """End the update for all ranks, if it has not ended: every further step raises BroadcastError."""
         self._outgoing.fail(f"sender {self._outgoing.index}: {reason}")
 
     async def close(self, reason: str) -> None:
@@ -199,7 +199,7 @@ class Sending:
         A host sets `in_use` while it may be copying into the memory; it then calls `close` itself. Idempotent.
         """
         await self.fail(reason)
-        await to_the_end(self._over.wait)
+        await run_shielded(self._over.wait)
         if not self._closed and not self.in_use:
             self._closed = True
             await self._party.give_back(self._memory, "local")
@@ -208,7 +208,7 @@ class Sending:
 class Receiving:
     """A receiver's side of an update. The host calls `next`, `unpack` for each bucket, and `close` in any case."""
 
-    def __init__(self, party: Party, memory: Memory, incoming: Incoming) -> None:
+    def __init__(self, party: Party, memory: RegisteredMemory, incoming: IncomingUpdate) -> None:
         self._party, self._memory, self._incoming = party, memory, incoming
         self._joiner = Joiner()
         self._closed = False
@@ -217,22 +217,24 @@ class Receiving:
     async def begin(cls, party: Party, update: str, senders: Sequence[str], slots: int, bucket_bytes: int) -> Receiving:
         """Prepare to receive an update; the first `next` sends the requests to the senders."""
         memory = await party.borrow(slots * bucket_bytes, "write")
-        return cls(party, memory, Incoming(party.engine, update, senders, memory.registration.region, bucket_bytes))
+        return cls(
+            party, memory, IncomingUpdate(party.engine, update, senders, memory.registration.region, bucket_bytes)
+        )
 
     async def next(self) -> Bucket | None:
         """Wait for the next bucket; return None after the last. The host must no longer use the previous one's tensors.
 
-        Raises UpdateError.
+        Raises BroadcastError.
         """
         bucket = await self._incoming.next()
-        if bucket is None and self._joiner.unfinished:
-            raise UpdateError(f"the update ended within {self._joiner.unfinished}")
+        if bucket is None and self._joiner.unfinished_name:
+            raise BroadcastError(f"the update ended within {self._joiner.unfinished_name}")
         return bucket
 
-    def unpack(self, bucket: Bucket) -> Iterator[tuple[Copy | None, str, torch.Tensor | None]]:
+    def unpack(self, bucket: Bucket) -> Iterator[tuple[HostCopy | None, str, torch.Tensor | None]]:
         """Yield for each piece the copy to make first, if any, the tensor's name, and the tensor if this completes it.
 
-        Raises UpdateError for pieces that do not fit together.
+        Raises BroadcastError for pieces that do not fit together.
         """
         start = self._incoming.place(bucket.number)
         content = self._memory.bytes[start : start + bucket.nbytes]
@@ -240,12 +242,12 @@ class Receiving:
             try:
                 whole, copy = self._joiner.add(piece, content)
             except ValueError as error:
-                raise UpdateError(str(error)) from error
+                raise BroadcastError(str(error)) from error
             tensor = None if whole is None else tensor_of(piece, whole)
-            yield None if copy is None else Copy(*copy), piece.name, tensor
+            yield None if copy is None else HostCopy(*copy), piece.name, tensor
 
     async def stop(self) -> None:
-        """End the update, but keep its memory, because the host may still use a tensor; `next` raises UpdateError."""
+        """End the update, but keep its memory, as the host may still use a tensor; `next` raises BroadcastError."""
         await self._incoming.aclose()
 
     async def close(self, reason: str = "") -> None:
@@ -279,11 +281,11 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     return content
 
 
-def tensor_of(piece: Piece, content: Bytes) -> torch.Tensor:
-    """Return these bytes as a tensor, without a copy. Raises UpdateError for a dtype that this torch does not have."""
+def tensor_of(piece: BucketPiece, content: Bytes) -> torch.Tensor:
+    """Return these bytes as a tensor, without a copy. Raises BroadcastError for a dtype that this torch lacks."""
     module = sys.modules["torch"]
     dtype = getattr(module, piece.dtype, None)
     if not isinstance(dtype, module.dtype):
-        raise UpdateError(f"{piece.name} is of {piece.dtype}, which torch {module.__version__} has not")
+        raise BroadcastError(f"{piece.name} is of {piece.dtype}, which torch {module.__version__} has not")
     tensor: torch.Tensor = module.from_numpy(content).view(dtype).view(piece.shape)
     return tensor

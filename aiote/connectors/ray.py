@@ -31,7 +31,7 @@ from ray.experimental.rdt.util import create_empty_tensors_from_metadata, transp
 from .. import bridge as bridges
 from .views import bytes_at
 
-__all__ = ["NAME", "AioteFetch", "AioteMetadata", "AioteTensorTransport", "register"]
+__all__ = ["NAME", "AioteFetch", "AioteTensorTransport", "AioteTransportMetadata", "register"]
 
 NAME = "AIOTE"
 MAX_ABORTED = 1024
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 @dataclass(eq=False)
-class AioteMetadata(TensorTransportMetadata):  # type: ignore[misc]
+class AioteTransportMetadata(TensorTransportMetadata):  # type: ignore[misc]
     """The metadata that an object's owner passes on: a descriptor for each tensor, an empty one for an empty tensor."""
 
     descriptors: list[bytes] = field(default_factory=list)
@@ -72,7 +72,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bridge: bridges.Bridge | None = None
-        self._sources: dict[str, tuple[AioteMetadata, list[bridges.Registration]]] = {}
+        self._sources: dict[str, tuple[AioteTransportMetadata, list[bridges.Registration]]] = {}
         self._calls: dict[bridges.Call[None], str] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
 
@@ -115,7 +115,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     # The source.
 
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> AioteMetadata:
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> AioteTransportMetadata:
         """Register an object's tensors until `garbage_collect`; return their descriptors.
 
         Raises ValueError for a tensor that is not on the CPU, or not contiguous.
@@ -143,7 +143,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
                     held.append(self.bridge.register(tensor, "read"))
                     descriptors[-1] = held[-1].descriptor
             meta = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
-            metadata = AioteMetadata(meta, "cpu" if rdt_object else None, descriptors)
+            metadata = AioteTransportMetadata(meta, "cpu" if rdt_object else None, descriptors)
             with self._lock:
                 self._sources[obj_id] = metadata, held
         except BaseException:
@@ -175,7 +175,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def fetch_multiple_tensors(
         self,
         obj_id: str,
-        tensor_transport_metadata: AioteMetadata,
+        tensor_transport_metadata: AioteTransportMetadata,
         communicator_metadata: Any,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> AioteFetch:
@@ -187,7 +187,9 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         self._begin(fetch)
         return fetch
 
-    def _prepare(self, obj_id: str, metadata: AioteMetadata, target_buffers: list[torch.Tensor] | None) -> AioteFetch:
+    def _prepare(
+        self, obj_id: str, metadata: AioteTransportMetadata, target_buffers: list[torch.Tensor] | None
+    ) -> AioteFetch:
         """Return a fetch that has not begun."""
         tensors = target_buffers
         if tensors is None:
@@ -215,7 +217,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         async def read(tensor: torch.Tensor, descriptor: bytes) -> None:
             # The caller's buffers stay registered, because they are used again. New tensors are not, because their
             # registrations would only keep their memory.
-            async with room, await registered(bridge, tensor, again) as memory:
+            async with room, await register_target(bridge, tensor, again) as memory:
                 await engine.read(engine.attach(descriptor), memory.region if again else memory)
 
         try:
@@ -254,7 +256,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def recv_multiple_tensors(
         self,
         obj_id: str,
-        tensor_transport_metadata: AioteMetadata,
+        tensor_transport_metadata: AioteTransportMetadata,
         communicator_metadata: Any,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
@@ -274,7 +276,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
             call.cancel()
 
 
-async def registered(bridge: bridges.Bridge, tensor: torch.Tensor, again: bool) -> Any:
+async def register_target(bridge: bridges.Bridge, tensor: torch.Tensor, again: bool) -> Any:
     """Register a tensor as the target of a read. With `again` its registration is kept for later reads."""
     if again:
         return await bridge.register_async(tensor, "local")

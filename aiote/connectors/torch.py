@@ -37,8 +37,8 @@ from .torch_memory import (
     AioteMemoryView,
     AioteMutableMemoryView,
     AioteRemoteBuffer,
-    Endpoint,
     TensorRegistration,
+    TransportEndpoint,
     Use,
     check_seconds,
     registered_here,
@@ -152,7 +152,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         self._bridge = bridges.acquire(**settings)
         self._address = self._bridge.engine.address
         self.endpoint = secrets.token_hex(8)
-        self._peer: tuple[Endpoint, Address, Any] | None = None
+        self._peer: tuple[TransportEndpoint, Address, Any] | None = None
         self._registrations: dict[tuple[int, int], TensorRegistration] = {}
         self._pending: dict[bridges.Call[None], TensorRegistration] = {}
         self._uses: dict[Use, TensorRegistration] = {}
@@ -175,7 +175,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         """Return this transport's address, which the peer's `connect` takes. Raises UsageError in a forked child."""
         check_seconds(timeout)
         self._require_open()
-        return Endpoint(self.endpoint, str(self._bridge.engine.address)).serialize()
+        return TransportEndpoint(self.endpoint, str(self._bridge.engine.address)).serialize()
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
         """Connect to a bound peer; return 0. Raises ValueError for bytes not from `bind`, PeerError, TimeoutError."""
@@ -183,7 +183,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         self._require_open()
         if self._peer is not None:
             raise RuntimeError("transport is already connected")
-        url = Endpoint.deserialize(peer_url)
+        url = TransportEndpoint.deserialize(peer_url)
         address = Address.parse(url.address)
         peer = None
         if address.identity != self._address.identity:
@@ -209,20 +209,20 @@ class AioteTransport(Transport):  # type: ignore[misc]
         if tensor.numel() == 0:
             raise ValueError("cannot register an empty tensor")
         self._check_device(tensor.device)
-        registration = self._shared(tensor)
+        registration = self._shared_registration(tensor)
         while registration is None:
             # Register without our lock, because callbacks on the bridge's thread may wait for it.
             held = self._bridge.register(tensor, "read-write")
             with self._lock:
                 self._require_open()
-                if (registration := self._shared(tensor)) is None:
+                if (registration := self._shared_registration(tensor)) is None:
                     registration = TensorRegistration(tensor, held, self.endpoint)
                     self._registrations[registration.key] = registration
             if registration.held is not held:
                 held.close()
         return AioteMemory(self, registration)
 
-    def _shared(self, tensor: torch.Tensor) -> TensorRegistration | None:
+    def _shared_registration(self, tensor: torch.Tensor) -> TensorRegistration | None:
         """Return the registration of a tensor's memory, if there is one; drop it if its own tensor has moved."""
         with self._lock:
             self._require_open()
@@ -353,7 +353,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         if not local.size():
             return
         registration, use = local.memory.registration, Use()
-        here, there = registration.held.region[local.range], self._reach(peer, remote, mutable)[: local.size()]
+        here, there = registration.held.region[local.range], self._attach_remote(peer, remote, mutable)[: local.size()]
         try:
             with use.under_way:
                 with self._lock:
@@ -369,7 +369,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         finally:
             self._uses.pop(use, None)
 
-    def _reach(self, peer: Any, remote: AioteRemoteBuffer, mutable: bool) -> RemoteRegion:
+    def _attach_remote(self, peer: Any, remote: AioteRemoteBuffer, mutable: bool) -> RemoteRegion:
         """Return the peer's memory as a region that the engine has attached; regions are cached."""
         key = remote.descriptor, mutable
         if (known := self._reached.get(key)) is None:
@@ -455,7 +455,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         end = math.inf if timeout is None else time.monotonic() + timeout
         ending: list[bridges.Call[None] | Use] = [*uses, *(work._call for work in works)]
         for one in ending:
-            if not one.wait_within(_left(end)):
+            if not one.wait_within(_seconds_left(end)):
                 raise TimeoutError("transport close timed out; operations remain pending")
         for held in self._forget():
             held.close()
@@ -471,7 +471,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         end = math.inf if timeout is None else time.monotonic() + timeout
         await self._others_end(uses, timeout)
         try:
-            await wait_all(works, timeout=_left(end))
+            await wait_all(works, timeout=_seconds_left(end))
         except Exception as failure:
             if not all(work.is_completed() for work in works):
                 raise
@@ -492,6 +492,6 @@ def _late(limit: float | None, local: AioteMemoryView, mutable: bool) -> Timeout
     )
 
 
-def _left(end: float) -> float | None:
+def _seconds_left(end: float) -> float | None:
     """Return the seconds until a moment of `time.monotonic`, None without an end."""
     return None if end == math.inf else max(end - time.monotonic(), 0)

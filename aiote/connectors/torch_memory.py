@@ -28,8 +28,8 @@ __all__ = [
     "AioteMemoryView",
     "AioteMutableMemoryView",
     "AioteRemoteBuffer",
-    "Endpoint",
     "TensorRegistration",
+    "TransportEndpoint",
     "Use",
     "check_seconds",
     "registered_here",
@@ -66,7 +66,7 @@ class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise ValueError(f"malformed descriptor: {error}") from error
 
 
-class Endpoint(Wire, frozen=True, tag="aiote-endpoint"):
+class TransportEndpoint(Wire, frozen=True, tag="aiote-endpoint"):
     """The location of a transport: its engine's address, and the transport's name within that engine."""
 
     endpoint: str

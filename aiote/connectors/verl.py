@@ -18,7 +18,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from ..aio import in_thread
 from ..errors import UsageError
 from .buckets import slots_of
-from .host import Copy, Party, Receiving, Sending, Step, party
+from .host import HostCopy, Party, Receiving, Sending, Step, party
 
 __all__ = ["AioteCheckpointEngine"]
 
@@ -107,7 +107,7 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._sending = self._receiving = None
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
-        """Send this rank's part of the weights; return when every rollout rank has everything. Raises UpdateError."""
+        """Send this rank's part of the weights; return when every rollout rank has all of it. Raises BroadcastError."""
         sending = self._sending
         if sending is None:
             async for _ in each(weights):
@@ -127,7 +127,7 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its name; a tensor is valid until the next is requested. Raises UpdateError."""
+        """Yield every tensor with its name; a tensor is valid until the next is requested. Raises BroadcastError."""
         plan, bridge = self._plan, self.party.bridge
         begin = Receiving.begin(self.party, plan["update"], plan["senders"], plan["slots"], plan["bucket_bytes"])
         receiving, reason = await bridge.run(begin), ""
@@ -147,7 +147,7 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def _do(self, steps: Iterator[Step]) -> None:
         for step in steps:
-            if isinstance(step, Copy):
+            if isinstance(step, HostCopy):
                 await made(step)
             else:
                 await self.party.bridge.run(step)
@@ -169,7 +169,7 @@ async def each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
             await asyncio.sleep(0)
 
 
-async def made(copy: Copy) -> None:
+async def made(copy: HostCopy) -> None:
     """Make a copy, in a thread if it takes long; a cancellation is raised once the copy has been made."""
     if copy.large:
         await in_thread(copy)

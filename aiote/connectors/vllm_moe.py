@@ -23,7 +23,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from .. import bridge
 from ..errors import UsageError
 from ..moe import Batch, MoeConfig, Round
-from ..moe.held import HeldGroup, Pending
+from ..moe.blocking import HeldGroup, PendingStep
 
 __all__ = ["AiotePrepareAndFinalize", "open_ranks"]
 
@@ -73,7 +73,7 @@ def open_ranks(
     except BaseException:
         shared.close()
         raise
-    held.then(shared.close)
+    held.call_at_close(shared.close)
     return held
 
 
@@ -154,22 +154,22 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         round = self._ranks.run(send)
         came: list[Batch] = []
-        hook = Pending(self._ranks.start(round.dispatch_recv()), came.append)
+        hook = PendingStep(self._ranks.start(round.dispatch_recv()), came.append)
 
         def receive() -> mk.PrepareResultType:
             hook()
             self._rounds[lane] = round, came[0]
-            return self._given(came[0])
+            return self._prepare_result(came[0])
 
         return hook, receive
 
-    def _given(self, batch: Batch) -> mk.PrepareResultType:
+    def _prepare_result(self, batch: Batch) -> mk.PrepareResultType:
         counts = torch.from_numpy(batch.expert_num_tokens)
         meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=counts)
         if self._batched:
             return batch.x, None, meta, None, None
         rows = int(batch.offsets[-1])
-        first = 0 if self._local_ids else self._ranks.moe.sizes.first(self._ranks.moe.rank)
+        first = 0 if self._local_ids else self._ranks.moe.sizes.first_expert_of(self._ranks.moe.rank)
         ids = torch.repeat_interleave(torch.arange(first, first + len(counts), dtype=torch.int32), counts)
         # Experts need rows without gaps; in the group's memory each row is followed by its tail.
         return batch.x[:rows].contiguous(), None, meta, ids.view(-1, 1), torch.ones(rows, 1)
@@ -229,7 +229,7 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 rows.copy_(weight_and_reduce_impl.apply(None, fused_expert_output, topk_weights, topk_ids, False))
             y = None
         self._ranks.run(round.combine_send, y)
-        return Pending(self._ranks.start(round.combine_recv(output))), lambda: None
+        return PendingStep(self._ranks.start(round.combine_recv(output))), lambda: None
 
     def finalize(
         self,

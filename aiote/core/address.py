@@ -78,7 +78,7 @@ class Address:
         try:
             cursor = Cursor(unwrap(_MAGIC, _VERSION, data))
             address = _LAYOUT.unpack(cursor)
-            cursor.end()
+            cursor.expect_end()
         except FieldError as error:
             raise UsageError(f"not the bytes of an address: {error}") from error
         return address

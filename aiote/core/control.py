@@ -8,7 +8,7 @@ Each direction has its own state, and the table below is complete: it says which
 which state follows. After the handshake the same rows hold for sent and for received messages. A message that the table
 does not allow, a malformed message, a wrong tag and an over-long frame each raise `ControlError` once. The protocol is
 over then, and its last bytes tell the peer why. Call `data_to_send` after every call of another method, also after one
-that raised, write the bytes that it returns, and close when `over` is true.
+that raised, write the bytes that it returns, and close when `is_over` is true.
 
 On `HelloReceived` the acceptor's caller decides whether the handshake goes on: it calls `accept` or `refuse` (it also
 owns the tie-break of two engines that connect to each other at once). Until then no bytes may arrive.
@@ -33,6 +33,7 @@ from .control_frames import (
     Challenge,
     Channel,
     ControlError,
+    EngineOffer,
     Failed,
     FrameReader,
     Heartbeat,
@@ -41,7 +42,6 @@ from .control_frames import (
     MailboxMoved,
     Mapped,
     Message,
-    Offer,
     Proof,
     RailDown,
     Ready,
@@ -56,7 +56,7 @@ from .control_frames import (
     frame,
     type_of,
 )
-from .handshake import DEFAULT_NONCE, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, refused
+from .handshake import DEFAULT_NONCE, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, make_refusal
 
 __all__ = [
     "HANDSHAKE",
@@ -88,7 +88,7 @@ class State(Enum):
     CHALLENGE = "a Challenge"
     PROOF = "a Proof"
     WELCOME = "a Welcome"
-    GREETED = "an Offer"
+    GREETED = "an EngineOffer"
     OFFERED = "Channels and Mapped"
     MAPPED = "Ready"
     READY = "the engines' work"
@@ -108,7 +108,7 @@ HANDSHAKE: Mapping[tuple[Role, State], Mapping[type[Message], State]] = {
 
 SESSION: Mapping[State, Mapping[type[Message], State]] = {
     State.GREETED: {
-        Offer: State.OFFERED,
+        EngineOffer: State.OFFERED,
         Heartbeat: State.GREETED,
         Bye: State.ENDED,
         Failed: State.ENDED,
@@ -223,12 +223,12 @@ class ControlProtocol:
         return self._state
 
     @property
-    def authenticated(self) -> bool:
+    def is_authenticated(self) -> bool:
         """Whether messages can be sent now."""
         return self._seal_out is not None and self._local_state is not State.ENDED and not self._terminal
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the connection is finished: the caller closes it once it has sent the remaining bytes."""
         return self._terminal or (self._state is State.ENDED and self._local_state is State.ENDED)
 
@@ -263,7 +263,7 @@ class ControlProtocol:
     def refuse(self, code: int, text: str = "") -> None:
         """End the handshake after HelloReceived; an empty text stands for the code's own sentence."""
         self._deciding()
-        self._refuse(refused(code, text))
+        self._refuse(make_refusal(code, text))
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Event]:
         """Return the events that `data` from the stream causes; empty data causes none.
@@ -319,18 +319,18 @@ class ControlProtocol:
         self._state = table[kind]
         match message, self._handshake:
             case Hello(), Acceptor() as acceptor:
-                refusal = acceptor.greeted(message)
+                refusal = acceptor.receive_hello(message)
                 return self._refuse(refusal) if refusal else HelloReceived(message.identity, message.incarnation)
             case Challenge(), Initiator() as initiator:
-                answer = initiator.challenged(message)
+                answer = initiator.receive_challenge(message)
                 if isinstance(answer, Refused):
                     return self._refuse(answer)
                 self._queue(answer)
                 return None
             case Proof(), Acceptor() as acceptor:
-                return self._proven(acceptor.proven(message))
+                return self._proven(acceptor.receive_proof(message))
             case Welcome(), Initiator() as initiator:
-                session = initiator.welcomed(message)
+                session = initiator.receive_welcome(message)
                 # An acceptor whose Welcome is wrong is an impostor, so it gets no answer.
                 return self._refuse(session, aloud=False) if isinstance(session, Refused) else self._open(session)
             case Refused(), _:
@@ -373,7 +373,7 @@ class ControlProtocol:
             if self._local_state is not State.ENDED:
                 self._queue(Failed(FAILED_PROTOCOL, f"the other side met a violation of the protocol: {text}"))
         elif self.role is Role.ACCEPTOR:
-            self._queue(refused(RefusalCode.MALFORMED, f"{text}; {RefusalCode.MALFORMED.sentence}"))
+            self._queue(make_refusal(RefusalCode.MALFORMED, f"{text}; {RefusalCode.MALFORMED.sentence}"))
         self._local_state = State.ENDED
         self._handshake = None
         self._state = State.BROKEN

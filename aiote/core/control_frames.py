@@ -59,6 +59,7 @@ __all__ = [
     "Channel",
     "ChannelMessage",
     "ControlError",
+    "EngineOffer",
     "Failed",
     "FrameReader",
     "Heartbeat",
@@ -69,7 +70,6 @@ __all__ = [
     "Mapped",
     "MemoryKey",
     "Message",
-    "Offer",
     "Proof",
     "RailDown",
     "RailOffer",
@@ -181,7 +181,7 @@ class RailOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class EngineOffer:
     """The sender's resources and wishes: its host (opaque, 32 bytes), its largest message in bytes, its receive pool in
     messages, the milliseconds between two heartbeats that it wants to hear, its rails, its address.
     """
@@ -341,7 +341,7 @@ class Failed:
 
 
 ChannelMessage: TypeAlias = Channel | AckCounts | RailDown | Arrivals | Joined | MailboxMoved
-SessionMessage: TypeAlias = ChannelMessage | Offer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
+SessionMessage: TypeAlias = ChannelMessage | EngineOffer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
 
 _TYPES: dict[int, type[Message]] = {
@@ -350,7 +350,7 @@ _TYPES: dict[int, type[Message]] = {
     3: Proof,
     4: Welcome,
     5: Refused,
-    16: Offer,
+    16: EngineOffer,
     17: Channel,
     18: Ready,
     19: Heartbeat,
@@ -395,10 +395,10 @@ def decode(body: bytes) -> Message:
     """Return the message of a type byte and payload; raises ControlError unless they are exactly one message."""
     record = _RECORDS[type_of(body)]
     cursor = Cursor(body)
-    cursor.take(1)
+    cursor.take_bytes(1)
     try:
         message = record.unpack(cursor)
-        cursor.end()
+        cursor.expect_end()
     except FieldError as error:
         raise ControlError(f"malformed {record.kind.__name__}: {error}") from error
     return message

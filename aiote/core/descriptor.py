@@ -89,7 +89,7 @@ class RegionDescriptor:
         try:
             cursor = Cursor(unwrap(_MAGIC, _VERSION, data))
             descriptor = _LAYOUT.unpack(cursor)
-            cursor.end()
+            cursor.expect_end()
         except FieldError as error:
             raise UsageError(f"not the bytes of a region descriptor: {error}") from error
         return descriptor

@@ -20,25 +20,27 @@ from these arrivals and yet be subtracted from the sender's table, so posts woul
 
 **Channels.** From the view of one side:
 
-| from                 | on                               | to         | actions                                |
-|----------------------|----------------------------------|------------|----------------------------------------|
-| LIVE OPENING JOINING | `failed`, `due` (opens too long) | SHUTTING   | Shut                                   |
-| LIVE OPENING JOINING | `on_rail_down`                   | LEAVING    | Shut                                   |
-| SHUTTING             | `on_rail_down`                   | LEAVING    |                                        |
-| SHUTTING             | `shut`                           | SHUT       | SendRailDown                           |
-| LEAVING              | `shut`                           | EXCHANGING | SendRailDown, SendArrivals             |
-| SHUT                 | `on_rail_down`                   | EXCHANGING | SendArrivals                           |
-| EXCHANGING           | `on_arrivals`                    | DOWN       | Reconcile                              |
-| DOWN (initiator)     | `due` (after the back-off)       | OPENING    | OpenAgain of the next generation       |
-| OPENING (initiator)  | `on_reopen`, the answer          | JOINING    | Join                                   |
-| DOWN (acceptor)      | `on_reopen`, next generation     | JOINING    | OpenAgain of that generation           |
-| DOWN (acceptor)      | `on_rail_down`, next generation  | LEAVING    | Shut: the initiator's attempt failed   |
-| JOINING              | `joined`                         | LIVE       |                                        |
-| any                  | no channel was LIVE for `grace`  | all LOST   | LosePeer, instead of the other actions |
+| from                 | on                              | to         | actions                                |
+|----------------------|---------------------------------|------------|----------------------------------------|
+| LIVE OPENING JOINING | `record_failed`                 | SHUTTING   | Shut                                   |
+| OPENING JOINING      | `advance` (after OPENING_LIMIT) | SHUTTING   | Shut                                   |
+| LIVE OPENING JOINING | `on_rail_down`                  | LEAVING    | Shut                                   |
+| SHUTTING             | `on_rail_down`                  | LEAVING    |                                        |
+| SHUTTING             | `record_shut`                   | SHUT       | SendRailDown                           |
+| LEAVING              | `record_shut`                   | EXCHANGING | SendRailDown, SendArrivals             |
+| SHUT                 | `on_rail_down`                  | EXCHANGING | SendArrivals                           |
+| EXCHANGING           | `on_arrivals`                   | DOWN       | Reconcile                              |
+| DOWN (initiator)     | `advance` (after the back-off)  | OPENING    | OpenAgain of the next generation       |
+| OPENING (initiator)  | `on_reopen`, the answer         | JOINING    | Join                                   |
+| DOWN (acceptor)      | `on_reopen`, next generation    | JOINING    | OpenAgain of that generation           |
+| DOWN (acceptor)      | `on_rail_down`, next generation | LEAVING    | Shut: the initiator's attempt failed   |
+| JOINING              | `record_joined`                 | LIVE       |                                        |
+| any                  | no channel was LIVE for `grace` | all LOST   | LosePeer, instead of the other actions |
 
-Frames for an older generation are ignored. So are `failed` for a channel that is on its way down, `joined` for a
-channel that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that is not in the
-table is the peer's violation (FailoverError: lose the peer) or, for `shut`, the caller's mistake.
+Frames for an older generation are ignored. So are `record_failed` for a channel that is on its way down,
+`record_joined` for a channel that is not JOINING, and a Reopen that crosses the failure of its generation. Anything
+else that is not in the table is the peer's violation (FailoverError: lose the peer) or, for `record_shut`, the caller's
+mistake.
 
 This module knows no clock, no random source of its own and no endpoint. The native tables are in `tallies.pyx`.
 """
@@ -94,12 +96,12 @@ __all__ = [
 BACKOFF_FIRST: Final = 0.1  # seconds
 BACKOFF_MAX: Final = 30.0
 STABLE_S: Final = 30.0  # seconds after which a live channel's back-off begins anew
-OPENING_LIMIT: Final = 10.0  # seconds from OpenAgain to `joined`
+OPENING_LIMIT: Final = 10.0  # seconds from OpenAgain to `record_joined`
 
 
 @dataclass(frozen=True, slots=True)
 class Shut:
-    """Stop posting on this channel, stop opening it, shut its endpoint, drain its queue, then call `shut`."""
+    """Stop posting on this channel, stop opening it, shut its endpoint, drain its queue, then call `record_shut`."""
 
     channel: int
 
@@ -131,9 +133,9 @@ class Reconcile:
 
 @dataclass(frozen=True, slots=True)
 class OpenAgain:
-    """Open an endpoint and send Reopen. The acceptor also joins the peer's address and calls `joined` when it may post.
+    """Open an endpoint and send Reopen; if that fails, call `record_failed`.
 
-    If that fails, call `failed`.
+    The acceptor also joins the peer's address and calls `record_joined` when it may post.
     """
 
     channel: int
@@ -142,7 +144,7 @@ class OpenAgain:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Join the address from the acceptor's answer, probe, and call `joined`, or `failed`."""
+    """Join the address from the acceptor's answer, probe, and call `record_joined`, or `record_failed`."""
 
     channel: int
     generation: int
@@ -177,7 +179,7 @@ UP: Final = (LIVE, OPENING, JOINING)
 
 
 class _Channel:
-    """One channel: `until` is when `due` must look at it, `since` when it became LIVE, `failures` in a row."""
+    """One channel: `until` is when `advance` must look at it, `since` when it became LIVE, `failures` in a row."""
 
     __slots__ = ("failures", "generation", "reason", "since", "state", "until")
 
@@ -215,28 +217,28 @@ class ChannelStates:
 
     @property
     def deadline(self) -> float | None:
-        """The latest time for the next call of `due`, or None."""
+        """The latest time for the next call of `advance`, or None."""
         first = min(self._grace_end, *(channel.until for channel in self._channels))
         return None if first == math.inf else first
 
     def state(self, k: int) -> ChannelState:
         """Return the state of channel k."""
-        return self._own(k).state
+        return self._own_channel(k).state
 
     def generation(self, k: int) -> int:
         """Return the generation of channel k."""
-        return self._own(k).generation
+        return self._own_channel(k).generation
 
-    def failed(self, k: int, reason: str, now: float) -> list[Action]:
+    def record_failed(self, k: int, reason: str, now: float) -> list[Action]:
         """Record that this side found channel k not working or could not open it; may be repeated."""
-        return self._leave(k, SHUTTING, reason, now) if self._own(k).state in UP else []
+        return self._take_out_of_use(k, SHUTTING, reason, now) if self._own_channel(k).state in UP else []
 
-    def shut(self, k: int) -> list[Action]:
+    def record_shut(self, k: int) -> list[Action]:
         """Record that this side's endpoint is shut and its completion queue read and counted to the end.
 
         Raises UsageError if no Shut was requested.
         """
-        channel = self._own(k)
+        channel = self._own_channel(k)
         if channel.state is LOST:
             return []
         if channel.state not in (SHUTTING, LEAVING):
@@ -250,12 +252,12 @@ class ChannelStates:
 
     def on_rail_down(self, k: int, generation: int, reason: str, now: float) -> list[Action]:
         """Take the peer's RailDown."""
-        channel = self._theirs(k)
+        channel = self._peer_channel(k)
         if self._stale(channel, generation):
             return []
         if generation == channel.generation + 1 and channel.state is DOWN and self.role is Role.ACCEPTOR:
             channel.generation = generation
-            return self._leave(k, LEAVING, reason, now)
+            return self._take_out_of_use(k, LEAVING, reason, now)
         self._current(k, generation, "RailDown", (*UP, SHUTTING, SHUT))
         if channel.state is SHUTTING:
             channel.state = LEAVING
@@ -263,11 +265,11 @@ class ChannelStates:
         if channel.state is SHUT:
             channel.state = EXCHANGING
             return [SendArrivals(k, generation)]
-        return self._leave(k, LEAVING, reason, now)
+        return self._take_out_of_use(k, LEAVING, reason, now)
 
     def on_arrivals(self, k: int, generation: int, arrivals: Account, now: float) -> list[Action]:
         """Take the peer's Arrivals."""
-        channel = self._theirs(k)
+        channel = self._peer_channel(k)
         if self._stale(channel, generation):
             return []
         self._current(k, generation, "Arrivals", (EXCHANGING,))
@@ -280,7 +282,7 @@ class ChannelStates:
 
     def on_ack_counts(self, k: int, generation: int) -> bool:
         """Return whether the caller must apply the peer's AckCounts to the counts of channel k."""
-        channel = self._theirs(k)
+        channel = self._peer_channel(k)
         if self._stale(channel, generation):
             return False
         self._current(k, generation, "AckCounts", (LIVE, JOINING, SHUTTING, SHUT))
@@ -288,7 +290,7 @@ class ChannelStates:
 
     def on_reopen(self, k: int, generation: int, now: float) -> list[Action]:
         """Take the peer's Reopen: a request if the peer is the initiator, an answer if it is the acceptor."""
-        channel = self._theirs(k)
+        channel = self._peer_channel(k)
         if self._stale(channel, generation):
             return []
         if self.role is Role.ACCEPTOR:
@@ -302,15 +304,15 @@ class ChannelStates:
         channel.state = JOINING
         return [Join(k, generation)]
 
-    def joined(self, k: int, now: float) -> list[Action]:
+    def record_joined(self, k: int, now: float) -> list[Action]:
         """Record that channel k can be posted on."""
-        channel = self._own(k)
+        channel = self._own_channel(k)
         if channel.state is JOINING:
             channel.state, channel.since, channel.until = LIVE, now, math.inf
             self._grace_end = math.inf
         return []
 
-    def due(self, now: float) -> list[Action]:
+    def advance(self, now: float) -> list[Action]:
         """Open the channels whose back-off is over; treat a channel that was not joined in time as failed."""
         actions: list[Action] = []
         if now >= self._grace_end:
@@ -323,10 +325,10 @@ class ChannelStates:
                 channel.state, channel.until = OPENING, now + OPENING_LIMIT
                 actions.append(OpenAgain(k, channel.generation))
             else:
-                actions += self.failed(k, f"not joined within {OPENING_LIMIT:g} seconds", now)
+                actions += self.record_failed(k, f"not joined within {OPENING_LIMIT:g} seconds", now)
         return actions
 
-    def _leave(self, k: int, state: ChannelState, reason: str, now: float) -> list[Action]:
+    def _take_out_of_use(self, k: int, state: ChannelState, reason: str, now: float) -> list[Action]:
         """Take a channel out of use; if it was the last, lose the peer once `grace` is over."""
         channel = self._channels[k]
         if channel.state is LIVE and now - channel.since >= STABLE_S:
@@ -343,12 +345,12 @@ class ChannelStates:
         self._grace_end = math.inf
         return [LosePeer(self._grace_reason)]
 
-    def _own(self, k: int) -> _Channel:
+    def _own_channel(self, k: int) -> _Channel:
         if not 0 <= k < len(self._channels):
             raise UsageError(f"channel {k} of {len(self._channels)}")
         return self._channels[k]
 
-    def _theirs(self, k: int) -> _Channel:
+    def _peer_channel(self, k: int) -> _Channel:
         if not 0 <= k < len(self._channels):
             raise FailoverError(f"the peer names channel {k} of {len(self._channels)}")
         return self._channels[k]

@@ -50,7 +50,7 @@ class FieldError(ValueError):
 
 
 class Cursor:
-    """Reads bytes from the front; `take` raises FieldError if fewer are left than it is asked for."""
+    """Reads bytes from the front; `take_bytes` raises FieldError if fewer are left than it is asked for."""
 
     __slots__ = ("_at", "_data")
 
@@ -59,21 +59,21 @@ class Cursor:
         self._at = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """The number of bytes not taken yet."""
         return len(self._data) - self._at
 
-    def take(self, count: int) -> bytes:
+    def take_bytes(self, count: int) -> bytes:
         """Return the next `count` bytes."""
-        if count > self.left:
-            raise FieldError(f"truncated: {count} bytes expected, {self.left} left")
+        if count > self.remaining:
+            raise FieldError(f"truncated: {count} bytes expected, {self.remaining} left")
         start, self._at = self._at, self._at + count
         return self._data[start : self._at]
 
-    def end(self) -> None:
+    def expect_end(self) -> None:
         """Raise FieldError unless all bytes were taken."""
-        if self.left:
-            raise FieldError(f"{self.left} bytes too many at the end")
+        if self.remaining:
+            raise FieldError(f"{self.remaining} bytes too many at the end")
 
 
 class Field(ABC, Generic[T]):
@@ -102,7 +102,7 @@ class Unsigned(Field[int]):
         return value.to_bytes(self.size, "big")
 
     def unpack(self, cursor: Cursor) -> int:
-        return int.from_bytes(cursor.take(self.size), "big")
+        return int.from_bytes(cursor.take_bytes(self.size), "big")
 
 
 U8, U16, U32, U64 = Unsigned(1), Unsigned(2), Unsigned(4), Unsigned(8)
@@ -118,7 +118,7 @@ class Signed(Field[int]):
         return value.to_bytes(8, "big", signed=True)
 
     def unpack(self, cursor: Cursor) -> int:
-        return int.from_bytes(cursor.take(8), "big", signed=True)
+        return int.from_bytes(cursor.take_bytes(8), "big", signed=True)
 
 
 I64 = Signed()
@@ -132,7 +132,7 @@ class Flag(Field[bool]):
         return b"\x01" if value else b"\x00"
 
     def unpack(self, cursor: Cursor) -> bool:
-        octet = cursor.take(1)
+        octet = cursor.take_bytes(1)
         if octet not in (b"\x00", b"\x01"):
             raise FieldError(f"a flag is 0 or 1, not {octet[0]}")
         return octet == b"\x01"
@@ -151,7 +151,7 @@ class Fixed(Field[bytes]):
         return value
 
     def unpack(self, cursor: Cursor) -> bytes:
-        return cursor.take(self.size)
+        return cursor.take_bytes(self.size)
 
 
 class Constant(Fixed):
@@ -186,7 +186,7 @@ class Blob(Field[bytes]):
         length = U16.unpack(cursor)
         if length > self.limit:
             raise FieldError(f"at most {self.limit} bytes allowed, {length} announced")
-        return cursor.take(length)
+        return cursor.take_bytes(length)
 
 
 class Text(Field[str]):
@@ -330,11 +330,11 @@ def unwrap(magic: bytes, version: int, data: bytes | bytearray | memoryview) -> 
     if not isinstance(data, bytearray | memoryview):
         _expect(data, bytes)
     cursor = Cursor(bytes(data))
-    if cursor.take(len(magic)) != magic:
+    if cursor.take_bytes(len(magic)) != magic:
         raise FieldError(f"does not begin with {magic!r}")
     found = U8.unpack(cursor)
     if found != version:
         raise FieldError(f"written in version {found} of the format, this aiote reads version {version}")
-    body = cursor.take(U16.unpack(cursor))
-    cursor.end()
+    body = cursor.take_bytes(U16.unpack(cursor))
+    cursor.expect_end()
     return body

@@ -43,7 +43,7 @@ __all__ = [
     "HandshakeConfig",
     "Initiator",
     "RefusalCode",
-    "refused",
+    "make_refusal",
 ]
 
 VERSION = 5
@@ -89,7 +89,7 @@ _SENTENCES = {
 }
 
 
-def refused(code: int, text: str = "") -> Refused:
+def make_refusal(code: int, text: str = "") -> Refused:
     """Return the message that refuses with `code`; an empty `text` is replaced by the code's sentence."""
     if not text and code in _SENTENCES:
         text = RefusalCode(code).sentence
@@ -125,7 +125,7 @@ class HandshakeConfig:
             raise UsageError(f"HandshakeConfig.versions: a range within 1 to 65535 expected, got {self.versions}")
 
     @property
-    def keyed(self) -> bool:
+    def has_key(self) -> bool:
         """Whether there is a cluster key."""
         return self.cluster_key is not None
 
@@ -153,7 +153,7 @@ class _Proofs:
         self.session = hmac.digest(key, b"aiote session" + transcript, "sha256")
 
 
-def _drawn(nonce: Callable[[int], bytes]) -> bytes:
+def _draw_nonce(nonce: Callable[[int], bytes]) -> bytes:
     try:
         return Fixed(NONCE_BYTES).pack(nonce(NONCE_BYTES))
     except FieldError as error:
@@ -164,7 +164,7 @@ def _wrong_key(initiator_keyed: bool, acceptor_keyed: bool) -> Refused | None:
     """Return the refusal if one side has a cluster key and the other has none, otherwise None."""
     if initiator_keyed == acceptor_keyed:
         return None
-    return refused(RefusalCode.KEY_REQUIRED if acceptor_keyed else RefusalCode.KEY_UNEXPECTED)
+    return make_refusal(RefusalCode.KEY_REQUIRED if acceptor_keyed else RefusalCode.KEY_UNEXPECTED)
 
 
 def _wrong_name(wanted: tuple[bytes, int], found: tuple[bytes, int]) -> Refused | None:
@@ -172,9 +172,9 @@ def _wrong_name(wanted: tuple[bytes, int], found: tuple[bytes, int]) -> Refused 
     if wanted == (ANYONE, 0) or wanted == found:
         return None
     if wanted[0] != found[0]:
-        return refused(RefusalCode.WRONG_IDENTITY)
+        return make_refusal(RefusalCode.WRONG_IDENTITY)
     newer = "a newer" if found[1] > wanted[1] else "another"
-    return refused(
+    return make_refusal(
         RefusalCode.WRONG_INCARNATION,
         f"this is {newer} incarnation ({found[1]:016x}) than the one asked for ({wanted[1]:016x}): the engine was "
         "restarted; ask for its present address",
@@ -192,24 +192,24 @@ class Initiator:
         self.hello = Hello(
             version_min=config.versions[0],
             version_max=config.versions[1],
-            nonce=_drawn(nonce),
+            nonce=_draw_nonce(nonce),
             identity=config.identity,
             incarnation=config.incarnation,
             target_identity=self._target[0],
             target_incarnation=self._target[1],
-            keyed=config.keyed,
+            keyed=config.has_key,
         )
 
-    def challenged(self, challenge: Challenge) -> Proof | Refused:
+    def receive_challenge(self, challenge: Challenge) -> Proof | Refused:
         """Return our proof, or the refusal of an acceptor that is not acceptable."""
         low, high = self._config.versions
         if not low <= challenge.version <= high:
-            return refused(RefusalCode.VERSION)
+            return make_refusal(RefusalCode.VERSION)
         if challenge.identity == self._config.identity or challenge.nonce == self.hello.nonce:
-            return refused(RefusalCode.REFLECTED)
+            return make_refusal(RefusalCode.REFLECTED)
         if challenge.identity == ANYONE:
-            return refused(RefusalCode.MALFORMED)
-        if refusal := _wrong_key(self._config.keyed, challenge.keyed):
+            return make_refusal(RefusalCode.MALFORMED)
+        if refusal := _wrong_key(self._config.has_key, challenge.keyed):
             return refusal
         if refusal := _wrong_name(self._target, (challenge.identity, challenge.incarnation)):
             return refusal
@@ -217,7 +217,7 @@ class Initiator:
         self._proofs = _Proofs(self._config.cluster_key, self.hello, challenge)
         return Proof(self._proofs.initiator)
 
-    def welcomed(self, welcome: Welcome) -> Established | Refused:
+    def receive_welcome(self, welcome: Welcome) -> Established | Refused:
         """Return the session, or the refusal of an acceptor whose proof is wrong.
 
         Raises ControlError before the Challenge.
@@ -225,7 +225,7 @@ class Initiator:
         if self._proofs is None or self._challenge is None:
             raise ControlError("a Welcome before the Challenge")
         if not hmac.compare_digest(welcome.hmac, self._proofs.acceptor):
-            return refused(RefusalCode.WRONG_KEY)
+            return make_refusal(RefusalCode.WRONG_KEY)
         peer = self._challenge
         return Established(peer.identity, peer.incarnation, peer.version, self._proofs.session)
 
@@ -235,20 +235,20 @@ class Acceptor:
 
     def __init__(self, config: HandshakeConfig, nonce: Callable[[int], bytes]) -> None:
         self._config = config
-        self._nonce = _drawn(nonce)
+        self._nonce = _draw_nonce(nonce)
         self._hello: Hello | None = None
         self._challenge: Challenge | None = None
 
-    def greeted(self, hello: Hello) -> Refused | None:
+    def receive_hello(self, hello: Hello) -> Refused | None:
         """Return the refusal of an initiator that is not acceptable, or None if `challenge` may follow."""
         low, high = self._config.versions
         if hello.version_max < low or hello.version_min > high or hello.version_min > hello.version_max:
-            return refused(RefusalCode.VERSION)
+            return make_refusal(RefusalCode.VERSION)
         if hello.identity == self._config.identity or hello.nonce == self._nonce:
-            return refused(RefusalCode.REFLECTED)
+            return make_refusal(RefusalCode.REFLECTED)
         if hello.identity == ANYONE:
-            return refused(RefusalCode.MALFORMED)
-        if refusal := _wrong_key(hello.keyed, self._config.keyed):
+            return make_refusal(RefusalCode.MALFORMED)
+        if refusal := _wrong_key(hello.keyed, self._config.has_key):
             return refusal
         wanted = (hello.target_identity, hello.target_incarnation)
         if refusal := _wrong_name(wanted, (self._config.identity, self._config.incarnation)):
@@ -265,11 +265,11 @@ class Acceptor:
             nonce=self._nonce,
             identity=self._config.identity,
             incarnation=self._config.incarnation,
-            keyed=self._config.keyed,
+            keyed=self._config.has_key,
         )
         return self._challenge
 
-    def proven(self, proof: Proof) -> tuple[Welcome, Established] | Refused:
+    def receive_proof(self, proof: Proof) -> tuple[Welcome, Established] | Refused:
         """Return our own proof and the session, or the refusal of a wrong proof, which reveals nothing of the key.
 
         Raises ControlError before the Challenge.
@@ -278,7 +278,7 @@ class Acceptor:
             raise ControlError("a Proof before the Challenge")
         proofs = _Proofs(self._config.cluster_key, self._hello, self._challenge)
         if not hmac.compare_digest(proof.hmac, proofs.initiator):
-            return refused(RefusalCode.WRONG_KEY)
+            return make_refusal(RefusalCode.WRONG_KEY)
         peer = self._hello
         session = Established(peer.identity, peer.incarnation, self._challenge.version, proofs.session)
         return Welcome(proofs.acceptor), session

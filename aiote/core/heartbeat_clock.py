@@ -48,7 +48,7 @@ class HeartbeatClock:
         self._grace_end = -math.inf
         self._graces = 0
 
-    def due(self, now: float, early: float = 0.0) -> bool:
+    def is_due(self, now: float, early: float = 0.0) -> bool:
         """Return whether a heartbeat is due, or will be within `early`, a fraction of the time between two.
 
         A caller with many connections sends the heartbeats that are due soon together with one that is due: it then
@@ -56,16 +56,16 @@ class HeartbeatClock:
         """
         return self._observe(now) >= self._sent + self.send_every * (1 - early)
 
-    def sent(self, now: float) -> None:
+    def record_sent(self, now: float) -> None:
         """Record that a heartbeat was sent."""
         self._sent = self._observe(now)
 
-    def heard(self, now: float) -> None:
+    def record_heard(self, now: float) -> None:
         """Record any sign of life of the peer."""
         self._heard = self._observe(now)
         self._graces = 0
 
-    def expired(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         """Return whether the peer has been silent for too long."""
         return self._observe(now) >= self._expiry()
 

@@ -47,7 +47,7 @@ class Grants:
             del self._live[holder]
         return self._between(live, at)
 
-    def void(self, holder: Hashable) -> Iterator[tuple[int, int]]:
+    def void_ranges(self, holder: Hashable) -> Iterator[tuple[int, int]]:
         """Return all ranges that are void for a holder, in order."""
         live = self._live.get(holder, [])
         for at in range(len(live) + 1):

@@ -43,11 +43,11 @@ class StallDetector:
         self._last = 0.0
         self._marks: dict[int, LastLook] = {}
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Return whether it is time to look: half an interval after the last time."""
         return now >= self._last + self._interval / 2
 
-    def look(self, now: float, ended: Mapping[int, int], moved: Callable[[int], int]) -> int | None:
+    def find_stalled(self, now: float, ended: Mapping[int, int], moved: Callable[[int], int]) -> int | None:
         """Return a channel that is stuck, or None.
 
         `ended` has, for each channel with work, the number of requests that have ended so far. `moved` is called for a

@@ -53,8 +53,8 @@ __all__ = [
     "IMM_BITS",
     "IMM_LIMIT",
     "MAX_COUNTED",
-    "Plan",
     "Stripe",
+    "StripePlan",
     "check_immediate",
     "decode_immediate",
     "encode_immediate",
@@ -78,7 +78,7 @@ class Stripe(NamedTuple):
     counted: bool
 
 
-class Plan(NamedTuple):
+class StripePlan(NamedTuple):
     """The stripes of one write: `tail` may be posted only when every stripe of `head` is complete at the target."""
 
     head: tuple[Stripe, ...]
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
         return len(self.tail)
 
 
-def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) -> Plan:
+def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) -> StripePlan:
     """Split a write of `length` bytes in stripes; `largest` and `smallest` are bytes, `lanes` the usable rails.
 
     An uncounted write is all head, a counted write is all tail unless it needs more than 16 stripes. Raises UsageError
@@ -107,13 +107,13 @@ def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) ->
             raise UsageError(f"{name} is {value}, expected at least {least}")
     needed = _ceil(length, largest)
     if not counted:
-        return Plan(_split(0, length, max(needed, min(lanes, max(1, length // smallest))), 0, lanes, False), ())
+        return StripePlan(_split(0, length, max(needed, min(lanes, max(1, length // smallest))), 0, lanes, False), ())
     if needed <= MAX_COUNTED:
         spread = min(lanes, MAX_COUNTED, max(1, length // smallest))
-        return Plan((), _split(0, length, max(needed, spread), 0, lanes, True))
+        return StripePlan((), _split(0, length, max(needed, spread), 0, lanes, True))
     split = length - MAX_COUNTED * largest
     head = _split(0, split, _ceil(split, largest), 0, lanes, False)
-    return Plan(head, _split(split, length - split, MAX_COUNTED, len(head), lanes, True))
+    return StripePlan(head, _split(split, length - split, MAX_COUNTED, len(head), lanes, True))
 
 
 def _ceil(length: int, largest: int) -> int:

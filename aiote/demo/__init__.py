@@ -20,7 +20,7 @@ from . import tokens, weights
 from .children import Child
 from .faults import DemoError
 from .life import Orders, leave_with_parent, live, tell
-from .model import Model, Span
+from .model import Model, TokenSpan
 from .prefixes import PrefixPages
 from .request_cache import RequestCache, plan
 from .settings import Settings
@@ -33,7 +33,7 @@ __all__ = [
     "PrefixPages",
     "RequestCache",
     "Settings",
-    "Span",
+    "TokenSpan",
     "leave_with_parent",
     "live",
     "plan",

@@ -31,7 +31,7 @@ class DecodeWorker:
         self.memory, self._logits, cache = settings.cache(model.config, "decoder")
         self.consumer = Consumer(engine, cache)
         self.pool = PagePool(settings.pool_pages, settings.pool_pages, line=1 << 20)
-        self.turn = anyio.Lock()
+        self.step_lock = anyio.Lock()
 
     @asynccontextmanager
     async def request(
@@ -68,7 +68,7 @@ class Answer(AsyncIterator[int]):
         if self._token == tokens.END or self._count == self._most:
             raise StopAsyncIteration
         if self._count:
-            async with self._worker.turn:
+            async with self._worker.step_lock:
                 position = self._prompt + self._count - 1
                 step = self._worker.model.step
                 self._logits = await anyio.to_thread.run_sync(step, self._token, position, self._cache)

@@ -42,7 +42,7 @@ class Orders:
         self.drain = anyio.Event()
         self.at_once = anyio.Event()
 
-    def hear(self, number: int) -> None:
+    def record_signal(self, number: int) -> None:
         """Record a signal."""
         if number == signal.SIGINT or self.drain.is_set():
             self.at_once.set()
@@ -90,7 +90,7 @@ async def _live(main: Callable[[Orders], Awaitable[None]]) -> int:
 
             async def listen() -> None:
                 async for number in signals:
-                    orders.hear(number)
+                    orders.record_signal(number)
 
             async def insist() -> None:
                 # It waits before it cancels, so that the server can still tell a registry that it leaves.

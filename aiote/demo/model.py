@@ -17,7 +17,7 @@ import numpy as np
 
 from aiote.demo.request_cache import Floats, RequestCache, plan
 
-__all__ = ["LayerWeights", "Model", "ModelConfig", "Span", "Weights", "swiglu"]
+__all__ = ["LayerWeights", "Model", "ModelConfig", "TokenSpan", "Weights", "swiglu"]
 
 _EPSILON = np.float32(1e-5)
 _ROPE_BASE = 10000.0
@@ -62,7 +62,7 @@ class Weights:
 
 
 @dataclass(slots=True)
-class Span:
+class TokenSpan:
     """Tokens start..stop on their way through the layers; each layer replaces `hidden` [tokens, width]."""
 
     start: int
@@ -82,7 +82,7 @@ class Model:
         half = config.head_size // 2
         self._frequencies = _ROPE_BASE ** (-np.arange(half, dtype=np.float64) / half)
 
-    def begin(self, tokens: Sequence[int], start: int) -> Span:
+    def begin(self, tokens: Sequence[int], start: int) -> TokenSpan:
         """Embed the tokens of positions from `start` on, and prepare the position data that every layer needs."""
         stop = start + len(tokens)
         angles = np.outer(np.arange(start, stop, dtype=np.float64), self._frequencies)
@@ -90,7 +90,7 @@ class Model:
         if len(tokens) > 1:
             mask = np.zeros((len(tokens), stop), dtype=np.float32)
             mask[np.arange(stop) > np.arange(start, stop)[:, None]] = -np.inf
-        return Span(
+        return TokenSpan(
             start=start,
             stop=stop,
             hidden=self.weights.embedding[np.asarray(tokens, dtype=np.intp)],
@@ -99,12 +99,12 @@ class Model:
             mask=mask,
         )
 
-    def layer(self, number: int, span: Span, cache: RequestCache) -> None:
+    def layer(self, number: int, span: TokenSpan, cache: RequestCache) -> None:
         """Run one layer over a span: store its keys and values in the cache and replace `span.hidden`."""
         normed = self.attend(number, span, cache)
         span.hidden = span.hidden + self.mlp(number, normed)
 
-    def attend(self, number: int, span: Span, cache: RequestCache) -> Floats:
+    def attend(self, number: int, span: TokenSpan, cache: RequestCache) -> Floats:
         """Run a layer's attention as `layer` does, and return the input of its MLP [tokens, width]."""
         span.hidden = span.hidden + self._attention(number, span, cache)
         return _rms_norm(span.hidden, self.weights.layers[number].mlp_norm)
@@ -114,13 +114,13 @@ class Model:
         weights = self.weights.layers[number]
         return swiglu(normed, weights.gate, weights.up, weights.down)
 
-    def logits(self, span: Span) -> Floats:
+    def logits(self, span: TokenSpan) -> Floats:
         """Return the logits [vocabulary] of the span's last position for the next token."""
         last = _rms_norm(span.hidden[-1:], self.weights.final_norm)
         logits: Floats = (last @ self.weights.head)[0]
         return logits
 
-    def all_logits(self, span: Span) -> Floats:
+    def all_logits(self, span: TokenSpan) -> Floats:
         """Return the logits [tokens, vocabulary] of each of the span's positions for the token after it."""
         logits: Floats = _rms_norm(span.hidden, self.weights.final_norm) @ self.weights.head
         return logits
@@ -165,7 +165,7 @@ class Model:
             logits = self.logits(span)
         return logits
 
-    def _attention(self, number: int, span: Span, cache: RequestCache) -> Floats:
+    def _attention(self, number: int, span: TokenSpan, cache: RequestCache) -> Floats:
         heads = self._mix(number, span, cache, *self._project(number, span.hidden, span.cosines, span.sines))
         projected: Floats = heads @ self.weights.layers[number].output.reshape(heads.shape[1], self.config.width)
         return projected
@@ -180,7 +180,7 @@ class Model:
         return queries, keys, (normed @ _flat(weights.value)).reshape(count, config.kv_heads, size)
 
     def _mix(
-        self, number: int, span: Span, cache: RequestCache, queries: Floats, keys: Floats, values: Floats
+        self, number: int, span: TokenSpan, cache: RequestCache, queries: Floats, keys: Floats, values: Floats
     ) -> Floats:
         """Store a request's new keys and values, and return its queries' attention output [tokens, heads * size]."""
         config = self.config

@@ -92,7 +92,7 @@ class MoeModel:
         """Return the output of the layer's MLP for tokens (tokens, width)."""
         return self._model.mlp(layer, normed)
 
-    def alone(self, layer: int, normed: Floats, missing: Collection[int]) -> Floats:
+    def compute_locally(self, layer: int, normed: Floats, missing: Collection[int]) -> Floats:
         """Return the layer's addition to tokens without the experts of the `missing` ranks, computed here without an
         engine.
 

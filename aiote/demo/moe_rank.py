@@ -34,7 +34,7 @@ from aiote.moe import MoeGroup, open_group
 __all__ = ["main"]
 
 
-class Text:
+class GeneratedText:
     """A text that a rank generates; `without` maps a rank to the first round whose sums lacked its experts."""
 
     def __init__(self, model: MoeModel, moe: MoeGroup, settings: MoeSettings) -> None:
@@ -68,14 +68,14 @@ async def be_rank(number: int, settings: MoeSettings, orders: Orders) -> None:
         members = (await anext(asked))["members"]
         async with open_group(engine, members, number, settings.config()) as moe:
             tell(joined=moe.epoch)
-            text = Text(model, moe, settings)
+            text = GeneratedText(model, moe, settings)
             async for order in asked:
                 match order:
                     case {"replace": rank, "address": address}:
                         await moe.replace(rank, address)
                         tell(joined=moe.epoch)
                     case {"begin": _}:
-                        text = Text(model, moe, settings)
+                        text = GeneratedText(model, moe, settings)
                     case {"next": _}:
                         token, crc = await anext(text.tokens)
                         tell(token=token, logits=crc, without=text.without)
@@ -106,7 +106,7 @@ async def _text(
     async def mix(layer: int, normed: Floats) -> Floats:
         await anyio.lowlevel.checkpoint()  # an order to end may have come
         now = next(rounds)
-        return model.alone(layer, normed, {int(one) for one, first in without.items() if first <= now})
+        return model.compute_locally(layer, normed, {int(one) for one, first in without.items() if first <= now})
 
     async with aclosing(model.generate(PROMPTS[rank], settings.tokens, mix)) as tokens:
         async for one in tokens:

@@ -25,7 +25,7 @@ from aiote.demo.children import Child, how_it_ended, started
 from aiote.demo.faults import DemoError
 from aiote.demo.moe_model import LOCAL, RANKS, MoeSettings
 
-__all__ = ["MoeRun", "Rank", "difference"]
+__all__ = ["MoeRun", "RankState", "difference"]
 
 _PATIENCE_S = 60.0
 _EXIT_S = 1.0
@@ -35,7 +35,7 @@ Token = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Rank:
+class RankState:
     """The state of a rank, and its text in this act."""
 
     number: int
@@ -50,7 +50,7 @@ class MoeRun:
     """A running demo. `ranks` may be read while it runs; `say` is called with a line after each step."""
 
     def __init__(self, settings: MoeSettings, victim: int, say: Callable[[str], object]) -> None:
-        self.ranks: list[Rank] = []
+        self.ranks: list[RankState] = []
         self.whole: list[list[Token]] = []
         """The texts of one process with all experts, by rank, as soon as they are known."""
         self.settings, self.victim = settings, victim
@@ -85,15 +85,15 @@ class MoeRun:
 
     # Processes.
 
-    async def _start(self, number: int) -> Rank:
-        return Rank(number, await self._tasks.start(self._live, str(number), f"rank {number}"))
+    async def _start(self, number: int) -> RankState:
+        return RankState(number, await self._tasks.start(self._live, str(number), f"rank {number}"))
 
     async def _live(self, role: str, name: str, *, task_status: anyio.abc.TaskStatus[Child]) -> None:
         """Run a process, and record the facts that it reports until it has ended; it ends with this task."""
         async with started(role, name, "aiote.demo.moe_rank", role, self.settings.to_json()) as child:
             task_status.started(child)
             async for fact in child.facts():
-                self._hear(child, fact)
+                self._record_fact(child, fact)
                 self._notify()
             code = await child.wait()
             if child.draining:
@@ -108,7 +108,7 @@ class MoeRun:
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _hear(self, child: Child, fact: dict[str, Any]) -> None:
+    def _record_fact(self, child: Child, fact: dict[str, Any]) -> None:
         match fact:
             case {"joined": epoch}:
                 self._rank(child).epoch = epoch
@@ -119,13 +119,13 @@ class MoeRun:
                 self._texts[number] = [(token, crc) for token, crc in text]
 
     @property
-    def _living(self) -> list[Rank]:
+    def _living(self) -> list[RankState]:
         return [rank for rank in self.ranks if rank.state != "killed"]
 
-    def _rank(self, child: Child) -> Rank:
+    def _rank(self, child: Child) -> RankState:
         return next(rank for rank in self.ranks if rank.child is child)
 
-    async def _until(self, true: Callable[[], bool], doing: str) -> None:
+    async def _wait_until(self, true: Callable[[], bool], doing: str) -> None:
         """Wait until the condition holds. Raises DemoError if a process ends before, or if no report comes in time."""
         while not (self._trouble or true()):
             with anyio.move_on_after(_PATIENCE_S) as waiting:
@@ -137,17 +137,17 @@ class MoeRun:
 
     # Acts.
 
-    async def _open(self, joining: Sequence[Rank], every: Sequence[Rank]) -> None:
+    async def _open(self, joining: Sequence[RankState], every: Sequence[RankState]) -> None:
         """Let ranks join the group."""
         doing = f"{' and '.join(rank.child.name for rank in joining)} started"
-        await self._until(lambda: bool(self._alone.ready and all(rank.child.ready for rank in joining)), doing)
+        await self._wait_until(lambda: bool(self._alone.ready and all(rank.child.ready for rank in joining)), doing)
         for rank in joining:
             await rank.child.ask(members=[one.child.ready["ready"] for one in every])
         for rank in every:
             if rank not in joining:
                 await rank.child.ask(replace=joining[0].number, address=joining[0].child.ready["ready"])
         before = [0 if rank in joining else rank.epoch for rank in every]
-        await self._until(
+        await self._wait_until(
             lambda: all(rank.epoch > epoch for rank, epoch in zip(every, before, strict=True)), "ranks joined"
         )
         for rank in every:
@@ -175,7 +175,7 @@ class MoeRun:
                 # At a random time in the step, which takes about as long as the last one.
                 await anyio.sleep(random.random() * took)
                 self._kill(self.ranks[kill], step)
-            await self._until(
+            await self._wait_until(
                 lambda step=step: all(len(rank.tokens) >= step for rank in self._living),  # type: ignore[misc]
                 f"ranks generated token {step}",
             )
@@ -185,7 +185,7 @@ class MoeRun:
             if not all(rank.without for rank in others) or all(one.tokens == self.whole[one.number] for one in others):
                 raise DemoError(f"rank {kill} was killed, and the others generated as if it were there")
 
-    def _kill(self, rank: Rank, step: int) -> None:
+    def _kill(self, rank: RankState, step: int) -> None:
         rank.child.draining = True  # its end is expected
         rank.child.send(signal.SIGKILL)
         rank.state = "killed"
@@ -198,7 +198,7 @@ class MoeRun:
         self._texts = {}
         for number in range(RANKS):
             await self._alone.ask(rank=number, without=without[number])
-        await self._until(lambda: len(self._texts) == RANKS, "one process generated")
+        await self._wait_until(lambda: len(self._texts) == RANKS, "one process generated")
         return [self._texts[number] for number in range(RANKS)]
 
     async def _check(self, who: str, like: str) -> None:
@@ -213,9 +213,9 @@ class MoeRun:
         self._say(f"{who}: {count} tokens and all bits of their logits equal those of {like}")
         for rank in self.ranks:
             for gone, first in rank.without.items():
-                self._say(f"  {self._missed(rank, gone, first)}")
+                self._say(f"  {self._describe_missed(rank, gone, first)}")
 
-    def _missed(self, rank: Rank, gone: str, first: int) -> str:
+    def _describe_missed(self, rank: RankState, gone: str, first: int) -> str:
         step, layer = divmod(first, self.settings.layers)
         others = sum(a[0] != b[0] for a, b in zip(rank.tokens, self.whole[rank.number], strict=True))
         return (
@@ -224,7 +224,7 @@ class MoeRun:
         )
 
 
-def difference(ranks: Sequence[Rank], texts: Sequence[Sequence[Token]]) -> str:
+def difference(ranks: Sequence[RankState], texts: Sequence[Sequence[Token]]) -> str:
     """Describe the first token that differs from the texts in its number or its logits, or return "".
 
     A killed rank has only a part of its text.

@@ -65,7 +65,7 @@ class PrefixPages:
         try:
             yield table, found * self._page_tokens
         finally:
-            self._give(table)
+            self._give_back(table)
 
     def keep(self, tokens: Sequence[int], table: Sequence[int]) -> None:
         """Keep the pages of a computed prompt, as far as it has whole chunks."""
@@ -89,7 +89,7 @@ class PrefixPages:
         self._users.update(table)
         idle = [block for block, page in self._kept.items() if not self._users[page]]
         if wanted > len(self._free) + len(idle):
-            self._give(table)
+            self._give_back(table)
             return None
         for block in idle[: max(wanted - len(self._free), 0)]:
             page = self._kept.pop(block)
@@ -109,7 +109,7 @@ class PrefixPages:
             table.append(self._kept[block])
         return table[: len(table) // self._chunk_pages * self._chunk_pages]
 
-    def _give(self, table: Sequence[int]) -> None:
+    def _give_back(self, table: Sequence[int]) -> None:
         for page in table:
             self._users[page] -= 1
             if not self._users[page]:

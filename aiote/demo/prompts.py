@@ -44,8 +44,8 @@ def vary(prompt: bytes, count: int) -> list[bytes]:
     """
     out = [prompt]
     for number in range(2, count + 1):
-        turn = (number - 1) * len(prompt) // count
-        out.append(b"%d. " % number + prompt[turn:] + prompt[:turn])
+        shift = (number - 1) * len(prompt) // count
+        out.append(b"%d. " % number + prompt[shift:] + prompt[:shift])
     return out
 
 

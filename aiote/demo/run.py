@@ -25,7 +25,7 @@ from aiote.demo.faults import DemoError
 from aiote.demo.life import first_of
 from aiote.demo.settings import Settings
 
-__all__ = ["Observer", "Report", "RequestTrace", "RunFailed", "RunResult", "run"]
+__all__ = ["ChildReport", "Observer", "RequestTrace", "RunFailed", "RunResult", "run"]
 
 _READY_S = 60.0
 # The engine detects a lost prefiller at once if its sockets close, and after heartbeat_timeout if it is silent.
@@ -63,13 +63,13 @@ class RequestTrace:
     over: anyio.Event = field(default_factory=anyio.Event)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the children were asked for the request and it has not ended successfully."""
         return bool(self.asked_s) and (not self.over.is_set() or bool(self.reason))
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ChildReport:
     """A child's last report. At least one transfer was in flight for `busy_s` seconds."""
 
     pages_held: int
@@ -84,7 +84,7 @@ class RunResult:
     """The result of a successful run."""
 
     traces: tuple[RequestTrace, ...]
-    reports: Mapping[str, Report]
+    reports: Mapping[str, ChildReport]
     rails: tuple[aiote.RailInfo, ...]
     pids: Mapping[str, int]
 
@@ -123,7 +123,7 @@ class _Parent:
     def __init__(
         self, settings: Settings, traces: tuple[RequestTrace, ...], children: tuple[Child, Child], observer: Observer
     ) -> None:
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, ChildReport] = {}
         self.total_pages = 0
         self.kill_at: float | None = None
         self._settings, self._traces, self._observer = settings, traces, observer
@@ -180,7 +180,7 @@ class _Parent:
         places = anyio.Semaphore(self._settings.concurrency)
         prefill, decode = self._children["prefill"], self._children["decode"]
 
-        async def one(trace: RequestTrace) -> None:
+        async def run_one(trace: RequestTrace) -> None:
             trace.asked_s = time.perf_counter()
             await prefill.ask(request=trace.request, prompt=trace.prompt)
             await decode.ask(request=trace.request, prompt=trace.prompt, prefiller=prefill.ready["ready"])
@@ -191,7 +191,7 @@ class _Parent:
         async with anyio.create_task_group() as group:
             for trace in self._traces:
                 await places.acquire()
-                group.start_soon(one, trace)
+                group.start_soon(run_one, trace)
 
     async def _stop(self) -> None:
         """Make the children that still run drain, report and end."""
@@ -209,7 +209,7 @@ class _Parent:
                 if all(child.ready for child in self._children.values()):
                     self._ready.set()
             case {"report": report}:
-                self.reports[child.role] = Report(**report)
+                self.reports[child.role] = ChildReport(**report)
             case {"request": request, "pages": count}:
                 self._progress(self._traces[request], count)
             case {"request": request, "token": token}:
@@ -240,7 +240,7 @@ class _Parent:
 
     async def _explain(self) -> RunFailed:
         """Wait for open requests, gather the decoder's last report, and return an error that says what happened."""
-        asked = [trace for trace in self._traces if trace.open]
+        asked = [trace for trace in self._traces if trace.is_open]
         transferring = [trace for trace in asked if not trace.first_s]
         if any(trace.reason for trace in asked):
             # A request failed. If it failed because a child died, the child's exit is about to be reported.
@@ -256,7 +256,8 @@ class _Parent:
         affected = asked if gone is not None and gone.role == "decode" else transferring
         held = self.reports.get("decode")
         return RunFailed(
-            _early(gone) or f"{_what(gone, affected, asked)}; {_pages(held, self._children['decode'])}",
+            _early_end_text(gone)
+            or f"{_failure_text(gone, affected, asked)}; {_pages(held, self._children['decode'])}",
             {
                 "process": gone and gone.name,
                 "pid": gone and gone.process.pid,
@@ -273,7 +274,7 @@ class _InTrouble(Exception):
     """Leave the regular flow of `_Parent.run`."""
 
 
-def _early(gone: Child | None) -> str:
+def _early_end_text(gone: Child | None) -> str:
     """Return the error text for a child that ended before it was ready, or "" if no child did."""
     if gone is None or gone.ready or gone.process.returncode is None:
         return ""
@@ -281,14 +282,14 @@ def _early(gone: Child | None) -> str:
     return f"the {gone.name} (pid {gone.process.pid}) ended before it was ready ({how}): {said}"
 
 
-def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[RequestTrace]) -> str:
+def _failure_text(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[RequestTrace]) -> str:
     """Return the error text: which child died during which requests, or else which request failed."""
     names = " and ".join(str(trace.request + 1) for trace in affected)
     several = len(affected) > 1
     if gone is None:
         failed = [f"request {f.request + 1} failed: {f.reason}" for f in asked if f.reason]
         return "; ".join(failed) or "the run failed for no reason that a process gave"
-    how = _ended(gone)
+    how = _describe_end(gone)
     doing = "transferred" if gone.role == "prefill" else "answered"
     while_ = (
         f"while request{'s' * several} {names} {'were' if several else 'was'} being {doing}"
@@ -298,15 +299,15 @@ def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[
     return f"the {gone.name} (pid {gone.process.pid}) died {while_} ({how})"
 
 
-def _ended(child: Child) -> str:
+def _describe_end(child: Child) -> str:
     """Describe how a child ended, with its last line on standard error."""
     assert child.process.returncode is not None
     return how_it_ended(child.process.returncode) + (f": {child.complaint}" if child.complaint else "")
 
 
-def _pages(held: Report | None, decoder: Child) -> str:
+def _pages(held: ChildReport | None, decoder: Child) -> str:
     if held is None:
-        how = "it did not end" if decoder.process.returncode is None else _ended(decoder)
+        how = "it did not end" if decoder.process.returncode is None else _describe_end(decoder)
         return f"the decoder could not be asked about its pages ({how})"
     if held.pages_held:
         return f"the decoder still holds {held.pages_held} of {held.pages_total} pages"

@@ -6,15 +6,15 @@ or an `etcd.EtcdRegistry`, which needs the extra `etcd`.
 
 from .embedded import EmbeddedRegistry
 from .members import Members
-from .membership import Member, MemberEvent, Registration, Registry, RegistryError, Watch
+from .membership import Member, MemberEvent, MemberRegistration, Registry, RegistryError, Watch
 from .registry_server import RegistryServer
 
 __all__ = [
     "EmbeddedRegistry",
     "Member",
     "MemberEvent",
+    "MemberRegistration",
     "Members",
-    "Registration",
     "Registry",
     "RegistryError",
     "RegistryServer",

@@ -24,8 +24,8 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import Bell, TaskScope, beside
-from ..service.endpoint import Endpoint
+from ..service.background import LazySignal, TaskScope, run_background_tasks
+from ..service.endpoint import CallEndpoint
 from .member_registration import HeldRegistration, claim, give_up
 from .membership import (
     DEFAULT_LEASE_S,
@@ -82,9 +82,9 @@ class EmbeddedRegistry:
         self._listed: set[str] | None = None
         self._run: int | None = None
         self._open = self._complete = self._poked = False
-        self._poke = Bell()
-        self._progress = Bell()
-        self._redirected = Bell()
+        self._poke = LazySignal()
+        self._progress = LazySignal()
+        self._redirected = LazySignal()
         self._numbers = itertools.count(1)
         self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
@@ -141,13 +141,13 @@ class EmbeddedRegistry:
         Raises UsageError for anything but addresses.
         """
         self._addresses = _checked(addresses)
-        self._redirected.ring()
+        self._redirected.wake_all()
 
     async def __aenter__(self) -> EmbeddedRegistry:
         if self._running is not None:
             raise aiote.UsageError("a registry is entered once")
-        Endpoint.of(self._engine)  # raises at once if the engine's messages are not available
-        self._running = beside(self._keep_in_touch)
+        CallEndpoint.of(self._engine)  # raises at once if the engine's messages are not available
+        self._running = run_background_tasks(self._keep_in_touch)
         self._open = True
         await self._running.__aenter__()
         return self
@@ -184,7 +184,7 @@ class EmbeddedRegistry:
 
     def _announce_soon(self) -> None:
         self._poked = True
-        self._poke.ring()
+        self._poke.wake_all()
 
     async def _leave(self) -> None:
         """Report the remaining members to the server, if there is one.
@@ -218,7 +218,7 @@ class EmbeddedRegistry:
         """Report and listen until the server is lost. Raises the reason: PeerError, CallError, RegistryError..."""
         peer = await self._engine.connect(address)
         self._server = server = service.client(self._engine, peer, Keeping)
-        async with beside(functools.partial(self._listen, service.client(self._engine, peer, Watching))):
+        async with run_background_tasks(functools.partial(self._listen, service.client(self._engine, peer, Watching))):
             while True:
                 self._poked = False
                 await self._say(server)
@@ -284,7 +284,7 @@ class EmbeddedRegistry:
             elif name not in self._doubtful:
                 self._drop(name)
         self._complete, self._listed, self._run = True, None, run
-        self._progress.ring()
+        self._progress.wake_all()
 
     def _forget_doubtful(self) -> None:
         """Drop members in doubt that a new server has not heard of in time."""
@@ -301,7 +301,7 @@ class EmbeddedRegistry:
     def _out_of_touch(self, reason: str) -> None:
         self._complete, self._server = False, None
         self.failure = reason
-        self._progress.ring()
+        self._progress.wake_all()
 
 
 def _checked(addresses: aiote.Address | str | Iterable[aiote.Address | str]) -> tuple[aiote.Address, ...]:

@@ -21,7 +21,7 @@ import anyio
 
 import aiote
 
-from ..service.background import Bell, beside
+from ..service.background import LazySignal, run_background_tasks
 from .etcd_gateway import (
     OUT_OF_RANGE,
     TOO_LONG,
@@ -67,8 +67,8 @@ class _EtcdRegistration(HeldRegistration):
     that wakes its task, and how often its key was missing.
     """
 
-    def __init__(self, member: Member, bell: Bell) -> None:
-        super().__init__(member, bell.ring)
+    def __init__(self, member: Member, bell: LazySignal) -> None:
+        super().__init__(member, bell.wake_all)
         self.bell = bell
         self.sent = self.lease = 0
         self.ttl_s = 0.0
@@ -78,7 +78,7 @@ class _EtcdRegistration(HeldRegistration):
         """Make the task write the key again, which is missing although the lease lives, such as after a deletion."""
         self.sent = 0
         self.missing += 1
-        self.bell.ring()
+        self.bell.wake_all()
 
 
 class EtcdRegistry:
@@ -110,7 +110,7 @@ class EtcdRegistry:
         self._refusal = ""
         self._open = False
         self._registrations: dict[str, _EtcdRegistration] = {}
-        self._progress = Bell()
+        self._progress = LazySignal()
         self._stack = AsyncExitStack()
 
     # The interface of a registry.
@@ -135,11 +135,11 @@ class EtcdRegistry:
     async def join(self, member: Member) -> AsyncIterator[_EtcdRegistration]:
         """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        registration = _EtcdRegistration(member, Bell())
+        registration = _EtcdRegistration(member, LazySignal())
         await claim(self._registrations, registration)
         try:
             self._require_open()
-            async with beside(functools.partial(self._keep, registration)):
+            async with run_background_tasks(functools.partial(self._keep, registration)):
                 try:
                     await registration.resolved()
                     yield registration
@@ -156,7 +156,7 @@ class EtcdRegistry:
             raise aiote.UsageError("a registry is entered once")
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._gateway.opened())
-            await stack.enter_async_context(beside(self._follow))
+            await stack.enter_async_context(run_background_tasks(self._follow))
             self._stack = stack.pop_all()
         self._open = True
         return self
@@ -218,7 +218,7 @@ class EtcdRegistry:
             count, key = self._take_page(answer, found, count)
         self._replace(found)
         self._revision, self._known, self._refusal = revision, True, ""
-        self._progress.ring()
+        self._progress.wake_all()
         return revision
 
     def _take_page(self, answer: Mapping[str, Any], found: dict[str, Member], count: int) -> tuple[int, bytes | None]:
@@ -272,7 +272,7 @@ class EtcdRegistry:
             if revision < begun_after:
                 raise EtcdError("etcd has gone back behind what was read, as after a restore", OUT_OF_RANGE)
             self.in_touch = True
-            self._progress.ring()
+            self._progress.wake_all()
             return
         for event in records(answer, "events"):
             # The header's revision may be later than these events, if more are to follow.
@@ -313,7 +313,7 @@ class EtcdRegistry:
     def _out_of_touch(self, reason: str) -> None:
         self.in_touch = False
         self.failure = reason
-        self._progress.ring()
+        self._progress.wake_all()
 
     # Registrations.
 

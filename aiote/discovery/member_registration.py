@@ -10,7 +10,7 @@ import anyio
 
 import aiote
 
-from ..service.background import Bell
+from ..service.background import LazySignal
 from .membership import Attribute, Member, RegistryError
 
 __all__ = ["HeldRegistration", "claim", "give_up"]
@@ -27,7 +27,7 @@ class HeldRegistration:
         self.leaving = False
         self.gone = anyio.Event()
         self._changed = changed
-        self._bell = Bell()
+        self._bell = LazySignal()
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
         """Replace the attributes; return when the registry has them. Raises as `Registration.update`."""
@@ -54,12 +54,12 @@ class HeldRegistration:
     def take(self, number: int) -> None:
         """Record that the registry has the change with this number."""
         self.taken = max(self.taken, min(number, self.number))
-        self._bell.ring()
+        self._bell.wake_all()
 
     def lose(self, reason: str) -> None:
         """Record why the registration is lost: another engine has the name, or this one is closed. The first stays."""
         self.lost = self.lost or reason
-        self._bell.ring()
+        self._bell.wake_all()
 
 
 AnyRegistration = TypeVar("AnyRegistration", bound=HeldRegistration)

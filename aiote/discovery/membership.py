@@ -24,9 +24,9 @@ import anyio.lowlevel
 
 import aiote
 
-from ..service.background import Bell
+from ..service.background import LazySignal
 
-__all__ = ["Attribute", "Member", "MemberEvent", "Registration", "Registry", "RegistryError", "Roster", "Watch"]
+__all__ = ["Attribute", "Member", "MemberEvent", "MemberRegistration", "Registry", "RegistryError", "Roster", "Watch"]
 
 Attribute = str | int | float | bool
 EventKind = Literal["joined", "changed", "left"]
@@ -136,7 +136,7 @@ class Watch(AsyncIterator[MemberEvent]):
         self._roster = roster
         self._reported: dict[str, Member] = {}
         self._pending: dict[str, None] = dict.fromkeys(roster.known)
-        self._bell = Bell()
+        self._bell = LazySignal()
 
     def note(self, name: str) -> None:
         """Record that the member of a name may have changed."""
@@ -144,11 +144,11 @@ class Watch(AsyncIterator[MemberEvent]):
             self._pending[name] = None
         else:
             self._pending.pop(name, None)
-        self._bell.ring()
+        self._bell.wake_all()
 
     def wake(self) -> None:
         """Wake the reader, so that it checks again."""
-        self._bell.ring()
+        self._bell.wake_all()
 
     @property
     def pending(self) -> bool:
@@ -240,7 +240,7 @@ class Roster:
             watch.note(name)
 
 
-class Registration(Protocol):
+class MemberRegistration(Protocol):
     """A member's registration, which exists while its `async with` lasts and its lease is renewed."""
 
     @property
@@ -286,7 +286,7 @@ class Registry(Protocol):
         """
         ...
 
-    def join(self, member: Member) -> AbstractAsyncContextManager[Registration]:
+    def join(self, member: Member) -> AbstractAsyncContextManager[MemberRegistration]:
         """Register a member for the length of an `async with`, which begins when the registry has it.
 
         Meanwhile its lease is renewed. The member leaves at the end, also after a cancellation. While the registry

@@ -22,7 +22,7 @@ import msgspec
 import aiote
 
 from .. import service
-from ..service.background import Bell, beside
+from ..service.background import LazySignal, run_background_tasks
 from .lease_table import LeaseTable
 from .membership import Attribute, Member, RegistryError, Roster, Watch
 from .wire import LeaseSeconds, MemberRecord, Number, RosterUpdate
@@ -136,7 +136,7 @@ class RegistryServer:
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
         self._watchers_of = Counter[bytes]()
-        self._sooner = Bell()
+        self._sooner = LazySignal()
         self._next_sweep = math.inf
         self._stack: AsyncExitStack | None = None
 
@@ -172,7 +172,7 @@ class RegistryServer:
         if self._roster.closed or self._stack is not None:
             raise aiote.UsageError("a registry's server is entered once")
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(beside(self._sweep))
+            await stack.enter_async_context(run_background_tasks(self._sweep))
             await stack.enter_async_context(service.serve(self._engine, Watching(self._tell)))
             await stack.enter_async_context(service.serve(self._engine, Keeping(self._keep)))
             self._stack = stack.pop_all()
@@ -202,7 +202,7 @@ class RegistryServer:
         self._callers.require()
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
-            self._sooner.ring()
+            self._sooner.wake_all()
         return self._leases.keep(key, number, lease_s, members, now, owner)
 
     async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:

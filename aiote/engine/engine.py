@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.address import Address
 from ..links import ConnectionTable, NicEvents
 from ..observe import EngineStatistics, Event
-from ..rails import RailInfo, quick, quick_pages
+from ..rails import RailInfo, try_submit, try_submit_pages
 from ..runtime import Runtime
 from ..transfers import (
     Changes,
@@ -85,7 +85,7 @@ class Engine:
     async def _open(self) -> None:
         """Start to listen for peers; `open_engine` calls this once."""
         await self._links.listen()
-        self._lifetime.opened(self)
+        self._lifetime.record_opened(self)
         self._links.heartbeats.afterwards = self._lifetime.beat
 
     # Identity and state.
@@ -113,7 +113,7 @@ class Engine:
     def find_peer(self, address: Address | str) -> Peer | None:
         """Return the connected peer at an address, or None if no peer is connected there. Raises UsageError."""
         self._runtime.require_here()
-        known = self._links.known(Address.parse(address) if isinstance(address, str) else address)
+        known = self._links.look_up(Address.parse(address) if isinstance(address, str) else address)
         return known.peer if known is not None and known.connected else None
 
     @property
@@ -124,11 +124,11 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Return the counts since the engine was opened; callable from any thread."""
         return EngineStatistics.of(
-            self._links.inbox.counted(self._core.statistics()),
+            self._links.inbox.add_counts(self._core.statistics()),
             tuple(rail.device.served for rail in self._runtime.rail_set.rails),
             peers=self._links.connected,
-            **self._regions.counted(),
-            **self._runtime.counted(),
+            **self._regions.count_regions(),
+            **self._runtime.outer_counts(),
         )
 
     def time_rails(self, every: int) -> None:
@@ -197,7 +197,7 @@ class Engine:
         runs to its end.
         """
         self._runtime.require_open()
-        return (await self._links.find(address).ready()).peer
+        return (await self._links.find_or_connect(address).wait_ready()).peer
 
     async def room(self, target: Peer | Address | str | RemoteRegion) -> None:
         """Wait until a `submit_` form toward a peer, or toward the owner of a region, would not raise QueueFull.
@@ -205,13 +205,13 @@ class Engine:
         At most `max_transfers` transfers toward one peer are unfinished at a time. Raises PeerError, ClosedError.
         """
         self._runtime.require_open()
-        await self._links.find(target.owner if isinstance(target, RemoteRegion) else target).room()
+        await self._links.find_or_connect(target.owner if isinstance(target, RemoteRegion) else target).room()
 
     def submit_write(
         self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` the receiver counts 1 on it."""
-        return quick(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
+        return try_submit(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
             src, dst, imm, rail=rail, stream=stream
         )
 
@@ -229,7 +229,7 @@ class Engine:
         UsageError for 0, a stream of another device, and a stream whose work is being captured.
         """
         await (
-            quick(self._core, Transfer, src, dst, False, None, rail, stream)
+            try_submit(self._core, Transfer, src, dst, False, None, rail, stream)
             or self._requests.write(src, dst, None, waits=True, rail=rail, stream=stream)
         )
 
@@ -237,7 +237,7 @@ class Engine:
         self, src: Region | None, dst: Target, imm: int, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write that counts 1 at the receiver; with `src` None send `imm` alone, to a peer or an owner."""
-        return quick(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
+        return try_submit(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
             src, dst, imm, rail=rail, stream=stream
         )
 
@@ -246,7 +246,7 @@ class Engine:
     ) -> None:
         """Write like `write`; the receiver counts 1 on immediate `imm` (28 bits) once the bytes have arrived."""
         await (
-            quick(self._core, Transfer, src, dst, False, imm, rail, stream)
+            try_submit(self._core, Transfer, src, dst, False, imm, rail, stream)
             or self._requests.write(src, dst, imm, waits=True, rail=rail, stream=stream)
         )
 
@@ -254,7 +254,7 @@ class Engine:
         self, src_remote: RemoteRegion, dst_local: Region, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return quick(self._core, Transfer, dst_local, src_remote, True, None, rail, stream) or self._requests.read(
+        return try_submit(self._core, Transfer, dst_local, src_remote, True, None, rail, stream) or self._requests.read(
             src_remote, dst_local, rail=rail, stream=stream
         )
 
@@ -265,7 +265,7 @@ class Engine:
         returns. `stream` is as in `write`: the read starts after the kernels that still use `dst_local`.
         """
         await (
-            quick(self._core, Transfer, dst_local, src_remote, True, None, rail, stream)
+            try_submit(self._core, Transfer, dst_local, src_remote, True, None, rail, stream)
             or self._requests.read(src_remote, dst_local, waits=True, rail=rail, stream=stream)
         )
 
@@ -273,7 +273,7 @@ class Engine:
         self, src: Pages, dst: Pages, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` the receiver counts 1 for each page."""
-        return quick_pages(self._core, Transfer, src, dst, imm, rail, stream) or self._requests.pages(
+        return try_submit_pages(self._core, Transfer, src, dst, imm, rail, stream) or self._requests.pages(
             src, dst, imm, rail=rail, stream=stream
         )
 
@@ -284,7 +284,7 @@ class Engine:
         at once. `stream` is as in `write`.
         """
         await (
-            quick_pages(self._core, Transfer, src, dst, imm, rail, stream)
+            try_submit_pages(self._core, Transfer, src, dst, imm, rail, stream)
             or self._requests.pages(src, dst, imm, waits=True, rail=rail, stream=stream)
         )
 
@@ -402,7 +402,7 @@ class Engine:
     def recv_nowait(self) -> Message | None:
         """Return the next message of any peer, or None if no message is there. Raises ClosedError."""
         self._runtime.require_open()
-        message = self._links.inbox.take()
+        message = self._links.inbox.take_message()
         if message is not None:
             self._runtime.kick()
         return message
@@ -486,7 +486,7 @@ class Engine:
     def __del__(self) -> None:
         lifetime = getattr(self, "_lifetime", None)
         if lifetime is not None:
-            lifetime.dropped(self)
+            lifetime.close_dropped(self)
 
     def __repr__(self) -> str:
         return f"<Engine {self.address}, {'closed' if self.closed else 'open'}>"

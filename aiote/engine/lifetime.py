@@ -34,7 +34,7 @@ def _at_exit() -> None:
     provider's memory must not outlive its library.
     """
     for engine in tuple(_live):
-        engine._lifetime.dropped(engine)
+        engine._lifetime.close_dropped(engine)
 
 
 class Lifetime:
@@ -54,7 +54,7 @@ class Lifetime:
         """Make a status page, so that `aiote top` shows the engine while it is open."""
         self.page = StatusPage(engine)
 
-    def opened(self, engine: Engine) -> None:
+    def record_opened(self, engine: Engine) -> None:
         """Record that the engine is open, so that the interpreter's exit closes it if its owner does not."""
         self._opened = True
         _live.add(engine)
@@ -107,9 +107,9 @@ class Lifetime:
         self._regions.close()
         self._runtime.close()
         self._links.inbox.end()
-        self._tell()
+        self._record_closed()
 
-    def _tell(self) -> None:
+    def _record_closed(self) -> None:
         """Record that everything is closed, emit the event, and wake the tasks that wait for it."""
         if self._opened and not self._closed:
             self._runtime.events.emit("engine.closed", address=str(self._runtime.address))
@@ -118,7 +118,7 @@ class Lifetime:
         for waiter in tuple(self._waiters):
             wake(waiter)
 
-    def dropped(self, engine: Engine) -> None:
+    def close_dropped(self, engine: Engine) -> None:
         """Close an engine that its owner left open and warn about it; callable from any thread. A forked child leaves
         the engine to its parent.
         """

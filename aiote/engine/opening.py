@@ -77,10 +77,10 @@ def open_engine(
     chosen = None if rails is None else tuple(rails)
     if chosen is not None and not 1 <= len(chosen) <= 8:
         raise UsageError(f"rails: from 1 to 8 names are expected, got {len(chosen)}")
-    return Opening(provider, chosen, _configured(config, settings))
+    return Opening(provider, chosen, _apply_settings(config, settings))
 
 
-def _configured(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
+def _apply_settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
     """Return the config with settings changed. Raises UsageError for a name that is not a setting."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     for name in settings:

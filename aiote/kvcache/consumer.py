@@ -29,11 +29,11 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import Bell, beside, to_the_end
+from ..service.background import LazySignal, run_background_tasks, run_shielded
 from .immediates import Block, Immediates
-from .moving import Batch, PagedMoves, Rows, check_rows, check_target, token_count
-from .producers import Link, Links, Place
-from .protocol import Fetch, NoSessionError, TransferRefused, rows_of, rows_to
+from .moving import PagedMoves, Rows, TransferBatch, check_rows, check_target, token_count
+from .producers import Links, Place, PrefillSession
+from .protocol import NoSessionError, PushRequest, TransferRefused, rows_of, rows_to
 from .tensors import Cache
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Reception:
     """
 
     def __init__(
-        self, consumer: Consumer, links: Sequence[Link], request: str, rows: Rows, tokens: int, reads: bool
+        self, consumer: Consumer, links: Sequence[PrefillSession], request: str, rows: Rows, tokens: int, reads: bool
     ) -> None:
         self._reads = reads
         self.request, self.rows, self.tokens = request, rows, tokens
@@ -57,30 +57,30 @@ class Reception:
         self.failed = ""
         self._consumer = consumer
         self._links = links
-        self._open: set[Link] = set()
+        self._open: set[PrefillSession] = set()
         # Ranks that must confirm their end in addition to the counts.
-        self._unconfirmed: set[Link] = set()
-        self._streams: dict[Link, service.Stream] = {}
+        self._unconfirmed: set[PrefillSession] = set()
+        self._streams: dict[PrefillSession, service.Stream] = {}
         self._block: Block | None = None
         self._reading = anyio.CancelScope()
-        self._batches: list[Batch] = []
+        self._batches: list[TransferBatch] = []
         self._read_over = anyio.Event()
-        self._bell = Bell()
+        self._bell = LazySignal()
         self._moved_at, self._seen = anyio.current_time(), 0
 
-    def heard(self) -> None:
+    def record_progress(self) -> None:
         """Record that the request is not stuck: layers came, or a rank says that it waits in a moving queue or is
         computed.
         """
         self._moved_at = anyio.current_time()
 
-    def look(self, stall_timeout: float) -> None:
+    def check_progress(self, stall_timeout: float) -> None:
         """Record new layers; fail the request if it has been stuck for `stall_timeout` seconds."""
         arrived = self._block.row.progress[0] if self._block is not None and not self.failed else self.layers
         arrived += sum(batch.landed for batch in self._batches)
         if arrived != self._seen:
             self._seen = arrived
-            self.heard()
+            self.record_progress()
         if anyio.current_time() - self._moved_at > stall_timeout:
             self.fail(f"for {stall_timeout} s no layer of it has come, and no rank says that it waits or is computed")
 
@@ -127,13 +127,13 @@ class Reception:
                 self._block.row.close()
             for stream in self._streams.values():
                 stream.close()
-            self._bell.ring()
+            self._bell.wake_all()
 
     # Push: the prefill ranks write.
 
-    async def ask(self) -> None:
+    async def ask_ranks(self) -> None:
         """Ask all ranks to write; they answer with counts on the request's immediates."""
-        counts, writers = dict.fromkeys(self._consumer.layers, 0), set[Link]()
+        counts, writers = dict.fromkeys(self._consumer.layers, 0), set[PrefillSession]()
         for link in self._links:
             theirs = link.map.counts(self.rows, self.tokens)
             if any(theirs):
@@ -145,7 +145,7 @@ class Reception:
         self._block = block = self._consumer.immediates.open(list(counts.values()), [link.peer for link in self._links])
         for link in self._links:
             rows = rows_to({group: row for group, row in self.rows.items() if group in link.map.units})
-            fetch = Fetch(link.session, self.request, self.tokens, block.first, rows)
+            fetch = PushRequest(link.session, self.request, self.tokens, block.first, rows)
             stream = cast("service.Stream", link.client.push(fetch))
             link.readers.add(self)
             # The rank may write from the moment the call is sent until the call has ended there.
@@ -155,18 +155,18 @@ class Reception:
                 await stream.listen(_ignore, partial(self._ended, link))
             except BaseException as error:
                 # The call was not sent, so the rank does not write.
-                self.over(link, f"{link.map.source.name}: {error}")
+                self.record_stop(link, f"{link.map.source.name}: {error}")
                 if not isinstance(error, service.CallError):
                     raise
                 return
 
-    def _ended(self, link: Link, error: Exception | None) -> None:
+    def _ended(self, link: PrefillSession, error: Exception | None) -> None:
         """Record that the call to a rank has ended, or that the rank is lost."""
         if isinstance(error, service.CallLostError):
             link.end(str(error))
         if isinstance(error, NoSessionError):
             link.forgotten = True
-        self.over(link, f"{link.map.source.name}: {error}" if error is not None else "")
+        self.record_stop(link, f"{link.map.source.name}: {error}" if error is not None else "")
 
     # Pull: this rank reads.
 
@@ -184,13 +184,13 @@ class Reception:
             self.fail(str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
             self._read_over.set()
-            self._bell.ring()
+            self._bell.wake_all()
 
-    async def _read(self, link: Link) -> None:
+    async def _read(self, link: PrefillSession) -> None:
         async with link.pulls:
             await self._pull(link)
 
-    async def _pull(self, link: Link) -> None:
+    async def _pull(self, link: PrefillSession) -> None:
         link.readers.add(self)
         stream = cast("service.Stream", link.client.pull(link.session, self.request))
         try:
@@ -203,7 +203,7 @@ class Reception:
             if pinned.tokens < self.tokens:
                 raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, wanted are {self.tokens}")
             link.map.check_source(rows, spans)
-            self.heard()
+            self.record_progress()
             await self._read_pages(link, rows, spans)
             if not await link.client.finish(link.session, self.request):
                 raise TransferRefused(f"its pages of {self.request!r} were not kept until they were read")
@@ -213,10 +213,10 @@ class Reception:
         finally:
             stream.close()
 
-    async def _read_pages(self, link: Link, rows: Rows, spans: dict[int, range]) -> None:
+    async def _read_pages(self, link: PrefillSession, rows: Rows, spans: dict[int, range]) -> None:
         engine = self._consumer.engine
         moves = PagedMoves(link.map, link.memories, self._consumer.regions, rows, self.rows)
-        batch = Batch(engine, link.peer, Bell())
+        batch = TransferBatch(engine, link.peer, LazySignal())
         self._batches.append(batch)
         try:
             for layer in link.map.layers:
@@ -224,20 +224,20 @@ class Reception:
                     if not batch.has_room:
                         await batch.room()
                     batch.submit(engine.submit_read_pages, source, target)
-            while batch.busy:
+            while batch.is_busy:
                 await batch.bell.wait()
         finally:
-            await to_the_end(batch.drain)
+            await run_shielded(batch.drain)
 
     # Its end.
 
-    def over(self, link: Link, failure: str = "") -> None:
+    def record_stop(self, link: PrefillSession, failure: str = "") -> None:
         """Record that a rank has stopped writing for this request, and why if that is a failure."""
         if failure:
             self.fail(failure)
         self._open.discard(link)
         self._unconfirmed.discard(link)
-        self._bell.ring()
+        self._bell.wake_all()
 
     async def leave(self) -> None:
         """End the request, wait until all writes for it are over, and free its immediates."""
@@ -312,11 +312,11 @@ class Consumer:
         async with AsyncExitStack() as stack:
             for array in self._arrays:
                 self.regions.append(await self.engine.register_async(array, "write"))
-                stack.push_async_callback(to_the_end, self.regions[-1].aclose)
-            self._scope = await stack.enter_async_context(beside())
+                stack.push_async_callback(run_shielded, self.regions[-1].aclose)
+            self._scope = await stack.enter_async_context(run_background_tasks())
             self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope, self._stall_timeout)
             if self._stall_timeout < math.inf:
-                self._scope.start(self._look)
+                self._scope.start(self._check_receptions)
             self._stack = stack.pop_all()
         return self
 
@@ -325,11 +325,11 @@ class Consumer:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    async def _look(self) -> None:
+    async def _check_receptions(self) -> None:
         while True:
             await anyio.sleep(self._stall_timeout / 8)
             for reception in tuple(self._receptions):
-                reception.look(self._stall_timeout)
+                reception.check_progress(self._stall_timeout)
 
     async def connect(self, producers: Sequence[Place], *, reads: bool = False) -> None:
         """Make the handshake with a group of prefill ranks now; otherwise the first request makes it.
@@ -367,8 +367,8 @@ class Consumer:
             if reads:
                 self._scope.start(reception.read)
             else:
-                await reception.ask()
+                await reception.ask_ranks()
             yield reception
         finally:
             self._receptions.discard(reception)
-            await to_the_end(reception.leave)
+            await run_shielded(reception.leave)

@@ -26,13 +26,13 @@ import msgspec
 import aiote
 
 from .. import service
-from ..service.background import to_the_end
+from ..service.background import run_shielded
 from .consumer import Consumer
 from .mapping import MappingError
 from .moving import Rows, token_count
 from .producers import Place
 from .protocol import Group as GroupNumber
-from .protocol import Name, Number, Row, TransferRefused, rows_of, rows_to
+from .protocol import Name, Number, SentPageRow, TransferRefused, rows_of, rows_to
 
 __all__ = ["Group", "Worker"]
 
@@ -43,7 +43,7 @@ class Receive(msgspec.Struct, array_like=True, frozen=True, eq=False):
     producers: Annotated[list[str], msgspec.Meta(max_length=1024)]
     request: Name
     tokens: Number
-    rows: dict[GroupNumber, Row]
+    rows: dict[GroupNumber, SentPageRow]
     reads: bool
 
 
@@ -98,19 +98,19 @@ class Group:
         failures: list[Exception] = []
         async with anyio.create_task_group() as group:
 
-            async def ask(place: Place, order: Receive) -> None:
+            async def ask_one(place: Place, order: Receive) -> None:
                 try:
-                    await self._ask(place, order)
+                    await self._ask_rank(place, order)
                 except aiote.AioteError as error:
                     failures.append(error)
                     group.cancel_scope.cancel()
 
             for place, order in zip(self._ranks, orders, strict=True):
-                group.start_soon(ask, place, order)
+                group.start_soon(ask_one, place, order)
         if failures:
             raise failures[0]
 
-    async def _ask(self, place: Place, order: Receive) -> None:
+    async def _ask_rank(self, place: Place, order: Receive) -> None:
         peer = place if isinstance(place, aiote.Peer) else await self._engine.connect(place)
         stream = cast("service.Stream", service.client(self._engine, peer, Worker).receive(order))
         try:
@@ -118,4 +118,4 @@ class Group:
                 pass
         finally:
             # Closing the stream cancels the call; `aclose` returns when the rank has left the request.
-            await to_the_end(stream.aclose)
+            await run_shielded(stream.aclose)

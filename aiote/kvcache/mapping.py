@@ -24,7 +24,7 @@ from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 from .tensors import CacheSpec, CacheTensor
 
-__all__ = ["CacheMap", "MappingError", "Move", "PageRow", "Pattern", "assign"]
+__all__ = ["CacheMap", "LayerMove", "MappingError", "PageRow", "Pattern", "assign"]
 
 Offsets: TypeAlias = NDArray[np.int64]
 
@@ -99,7 +99,7 @@ class Pattern(NamedTuple):
         return found[0], found[1]
 
 
-class Move(NamedTuple):
+class LayerMove(NamedTuple):
     """Pieces of a layer that move in one batch: their pattern, and where page 0 begins on either side."""
 
     source_memory: int
@@ -151,7 +151,7 @@ class CacheMap:
 
     source: CacheSpec
     part: CacheSpec
-    moves: dict[int, list[Move]] = field(init=False)
+    moves: dict[int, list[LayerMove]] = field(init=False)
     layers: list[int] = field(init=False)
     units: dict[int, tuple[int, int, int]] = field(init=False, default_factory=dict)
     pieces: dict[int, tuple[tuple[int, int], ...]] = field(init=False)
@@ -200,7 +200,7 @@ class CacheMap:
                 f"different numbers of tokens: {source}, {target}"
             )
 
-    def _moves(self, pairs: list[tuple[CacheTensor, CacheTensor]]) -> Iterator[Move]:
+    def _moves(self, pairs: list[tuple[CacheTensor, CacheTensor]]) -> Iterator[LayerMove]:
         """Yield the moves of fields with the same layout: one for all if they are evenly spaced on both sides."""
         pairs.sort(key=lambda pair: pair[1].offset)
         steps = {(b[0].offset - a[0].offset, b[1].offset - a[1].offset) for a, b in itertools.pairwise(pairs)}
@@ -216,7 +216,7 @@ class CacheMap:
             ]
             nbytes, rest = _coalesced(target.item_bytes, axes)
             pattern = Pattern(target.group, nbytes, rest, _grid(source, unit), _grid(target, unit))
-            yield Move(source.memory, source.offset, target.memory, target.offset, pattern)
+            yield LayerMove(source.memory, source.offset, target.memory, target.offset, pattern)
 
     def _span(self, group: int, target: PageRow, tokens: int) -> range:
         unit, _, in_page = self.units[group]

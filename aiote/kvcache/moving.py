@@ -12,11 +12,20 @@ import numpy as np
 
 import aiote
 
-from ..service.background import Bell
+from ..service.background import LazySignal
 from .mapping import CacheMap, PageRow, Pattern
 from .tensors import CacheSpec
 
-__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows", "check_target", "token_count"]
+__all__ = [
+    "PagedMoves",
+    "Rows",
+    "TransferBatch",
+    "TransferStatistics",
+    "Written",
+    "check_rows",
+    "check_target",
+    "token_count",
+]
 
 Rows = dict[int, PageRow]
 
@@ -110,7 +119,7 @@ class Written(NamedTuple):
     busy_s: float
 
 
-class Traffic:
+class TransferStatistics:
     """Count the transfers of all batches of a rank; a batch counts once none of its transfers is in flight. `now`
     returns the time, also outside of tasks.
     """
@@ -121,40 +130,42 @@ class Traffic:
         self._since = 0.0
         self.written = Written(0, 0, 0.0)
 
-    def begun(self) -> None:
+    def record_begin(self) -> None:
         """Record that an idle batch has a transfer in flight."""
         if not self._busy:
             self._since = self._now()
         self._busy += 1
 
-    def ended(self, transfers: int, nbytes: int) -> None:
-        """Record that a batch is idle again, with its successful transfers and their bytes since `begun`."""
+    def record_end(self, transfers: int, nbytes: int) -> None:
+        """Record that a batch is idle again, with its successful transfers and their bytes since `record_begin`."""
         self._busy -= 1
         took = 0.0 if self._busy else self._now() - self._since
         was = self.written
         self.written = Written(was.transfers + transfers, was.bytes + nbytes, was.busy_s + took)
 
 
-class Batch:
+class TransferBatch:
     """A request's transfers in flight toward one peer. `bell` rings when a transfer has failed or all are over."""
 
-    def __init__(self, engine: aiote.Engine, peer: aiote.Peer, bell: Bell, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, engine: aiote.Engine, peer: aiote.Peer, bell: LazySignal, traffic: TransferStatistics | None = None
+    ) -> None:
         self._engine, self._peer = engine, peer
         self.bell = bell
         self._traffic = traffic
         self._counted = 0, 0
         self._failed: deque[aiote.Transfer] = deque()
-        self._flight = aiote.Flight(self._changed)
+        self._flight = aiote.Flight(self._record_change)
 
-    def _changed(self, failed: aiote.Transfer | None) -> None:
+    def _record_change(self, failed: aiote.Transfer | None) -> None:
         if failed is not None:
             self._failed.append(failed)
         if self._traffic is not None and not self._flight:
             before, self._counted = self._counted, (self._flight.landed, self._flight.landed_bytes)
-            self._traffic.ended(self._counted[0] - before[0], self._counted[1] - before[1])
-        self.bell.ring()
+            self._traffic.record_end(self._counted[0] - before[0], self._counted[1] - before[1])
+        self.bell.wake_all()
 
-    def end(self) -> bool:
+    def end_if_idle(self) -> bool:
         """Return whether no transfer is in flight; if so, end the batch: the caller must not submit more."""
         if self._flight:
             return False
@@ -168,7 +179,7 @@ class Batch:
         return self._flight.landed
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a transfer is in flight. Raises the error of the first one that failed."""
         while self._failed:
             error = self._failed.popleft().exception()
@@ -192,7 +203,7 @@ class Batch:
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
         transfer = start(*arguments, **more)
         if self._traffic is not None and not self._flight:
-            self._traffic.begun()
+            self._traffic.record_begin()
         transfer.join(self._flight)
 
     async def drain(self) -> None:
@@ -207,4 +218,4 @@ class Batch:
                     await transfer
                 except aiote.AioteError:
                     continue  # the request has ended already; the reason does not matter here
-        self.end()
+        self.end_if_idle()

@@ -24,9 +24,9 @@ import numpy as np
 
 import aiote
 
-from ..service.background import Bell, to_the_end
+from ..service.background import LazySignal, run_shielded
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows, check_rows
+from .moving import PagedMoves, Rows, TransferBatch, check_rows
 from .protocol import TransferRefused
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Offer:
         self.failures: list[str] = []
         self.computed_to = computed
         self.streams: dict[int, Any] = {}
-        self.bell = Bell()
+        self.bell = LazySignal()
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
         self._offers = offers
@@ -77,7 +77,7 @@ class Offer:
         self.streams[layer] = stream
         for push in self.pushes:
             push.todo.append(layer)
-        self.bell.ring()
+        self.bell.wake_all()
 
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
         """Call `computed` for layers as a watched value grows: `base` + n means that the first n layers are complete.
@@ -92,7 +92,7 @@ class Offer:
             # Read the value after the watch began, so that no increment between the two is missed.
             now = int.from_bytes(_bytes_of(value), sys.byteorder)
             while True:
-                for layer in layers[done : (reached := _ahead(now - base, value, len(layers)))]:
+                for layer in layers[done : (reached := layers_ahead_of(now - base, value, len(layers)))]:
                     self.computed(layer, tokens, stream=-1)
                 done = max(done, reached)
                 if done == len(layers):
@@ -111,7 +111,7 @@ class Offer:
         self.stopped = self.stopped or reason
         for push in self.pushes:
             push.room.cancel()
-        self.bell.ring()
+        self.bell.wake_all()
 
     @property
     def awaited(self) -> bool:
@@ -134,7 +134,7 @@ class Offer:
 
     def renew(self) -> None:
         """Restart the wait of `match_timeout`."""
-        self.bell.ring()
+        self.bell.wake_all()
 
     async def __aenter__(self) -> Offer:
         self._offers.enter(self)
@@ -151,9 +151,9 @@ class Offer:
         finally:
             if self.awaited:
                 self.stop("the program has stopped it")
-            self._offers.leave(self)
+            self._offers.remove(self)
             if self.active:
-                await to_the_end(self._quiet)
+                await run_shielded(self._quiet)
             self.outcome = self.stopped or next(iter(self.failures), "moved")
 
     async def _quiet(self) -> None:
@@ -173,15 +173,15 @@ class Offer:
             raise TransferRefused(self.stopped or f"request {self.request!r} has its {self._readers} readers already")
         self._came += 1
         self.active.add(reader)
-        self.bell.ring()
+        self.bell.wake_all()
 
-    def leave(self, reader: object, failure: str) -> None:
+    def remove_reader(self, reader: object, failure: str) -> None:
         """Record that a reader has ended, and why if it failed."""
         self.active.discard(reader)
         self._ended += 1
         if failure:
             self.failures.append(failure)
-        self.bell.ring()
+        self.bell.wake_all()
 
 
 def _bytes_of(value: Any) -> memoryview:
@@ -191,7 +191,7 @@ def _bytes_of(value: Any) -> memoryview:
         return np.asarray(value).reshape(-1).view(np.uint8).data
 
 
-def _ahead(difference: int, value: Any, most: int) -> int:
+def layers_ahead_of(difference: int, value: Any, most: int) -> int:
     """Return the number of layers that a difference stands for, at most `most`. The difference is taken as a signed
     integer of the value's length; a negative one stands for 0.
     """
@@ -208,7 +208,7 @@ class Offers:
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
         self._queued: dict[str, float] = {}
-        self._bell = Bell()
+        self._bell = LazySignal()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -219,9 +219,9 @@ class Offers:
             raise aiote.UsageError(f"request {offer.request!r} is offered already")
         self._over.pop(offer.request, None)
         self._open[offer.request] = offer
-        self._bell.ring()
+        self._bell.wake_all()
 
-    def leave(self, offer: Offer) -> None:
+    def remove(self, offer: Offer) -> None:
         """Remove an offer."""
         if self._open.get(offer.request) is offer:
             del self._open[offer.request]
@@ -232,12 +232,12 @@ class Offers:
         self._over[request] = reason
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
-        self._bell.ring()
+        self._bell.wake_all()
 
-    def queued(self, requests: Iterable[str]) -> None:
+    def record_queued(self, requests: Iterable[str]) -> None:
         """Record all requests that wait in the program's queue."""
         self._queued = dict.fromkeys(requests, anyio.current_time())
-        self._bell.ring()
+        self._bell.wake_all()
 
     def renew(self, requests: Iterable[str]) -> None:
         """Restart `match_timeout` for those of the requests that are offered."""
@@ -258,7 +258,7 @@ class Offers:
                 raise TransferRefused(f"request {request!r} was not offered within {self.match_timeout} s")
         return self._open[request]
 
-    def moving(self, request: str, seen: dict[str, int]) -> bool:
+    def is_moving(self, request: str, seen: dict[str, int]) -> bool:
         """Return whether a request waits in a moving queue, or more of it is computed than `seen`; update `seen`."""
         offer = self._open.get(request)
         computed = sum(offer.computed_to.values()) if offer is not None else 0
@@ -276,7 +276,7 @@ class Push:
     """A reader that this rank writes to: the units of its pages that were submitted, and those that are left."""
 
     def __init__(
-        self, offer: Offer, moves: PagedMoves, batch: Batch, rows: Rows, tokens: int, immediates: dict[int, int]
+        self, offer: Offer, moves: PagedMoves, batch: TransferBatch, rows: Rows, tokens: int, immediates: dict[int, int]
     ) -> None:
         self._offer, self._moves, self._batch = offer, moves, batch
         self._map: CacheMap = moves.map
@@ -301,14 +301,14 @@ class Push:
                     raise TransferRefused(self._offer.stopped)
                 while self.todo:
                     await self._write(engine, self.todo.popleft())
-                if not self._batch.busy and not self._left:
+                if not self._batch.is_busy and not self._left:
                     return
                 if not self.todo:
                     await self._batch.bell.wait()
         finally:
             self._offer.pushes.discard(self)
-            if not self._batch.end():
-                await to_the_end(self._batch.drain)
+            if not self._batch.end_if_idle():
+                await run_shielded(self._batch.drain)
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:
         """Start to write the units of a layer that became full since the last call."""

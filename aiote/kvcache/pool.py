@@ -50,7 +50,7 @@ class _Wish:
         self.granted: Holding | None = None
         self.event: anyio.Event | None = None
 
-    def over(self) -> None:
+    def wake(self) -> None:
         """Wake the waiting task: the wish is granted, or void."""
         if self.event is not None:
             self.event.set()
@@ -136,7 +136,7 @@ class PagePool:
         holding.over = True
         for wish in [wish for wish in self._more if wish.holding is holding]:
             self._more.remove(wish)
-            wish.over()
+            wish.wake()
         self._free += holding.pages
         self._places.append(holding.place)
         self._serve()
@@ -146,7 +146,7 @@ class PagePool:
         self._closed = reason
         for line in (self._line, self._more):
             for wish in line:
-                wish.over()
+                wish.wake()
             line.clear()
 
     def _require_open(self) -> None:
@@ -186,4 +186,4 @@ class PagePool:
         else:
             wish.granted = wish.holding
         wish.granted.pages += [self._free.pop() for _ in range(wish.count)]
-        wish.over()
+        wish.wake()

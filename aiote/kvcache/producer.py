@@ -15,11 +15,11 @@ import aiote
 
 from .. import service
 from ..aio import current_loop
-from ..service.background import to_the_end
+from ..service.background import run_shielded
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows, check_target, token_count
+from .moving import PagedMoves, Rows, TransferBatch, TransferStatistics, Written, check_rows, check_target, token_count
 from .offers import Offer, Offers, Push
-from .protocol import Fetch, NoSessionError, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
+from .protocol import NoSessionError, Opened, Pinned, PushRequest, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ beyond that, the producer drops the session that was unused for the longest time
 
 
 @dataclass(eq=False)
-class Session:
+class DecodeSession:
     """The map onto a decode rank's part, and the decode rank's memories if this rank writes (`targets`).
 
     `asked` counts the open calls for each request; `told` says whether a `moving` stream is open.
@@ -62,7 +62,7 @@ class Session:
 class Pull:
     """A reader that pulls; it sets `finished` when it has read the pages."""
 
-    session: Session
+    session: DecodeSession
     offer: Offer
     finished: bool = False
 
@@ -83,7 +83,7 @@ class Producer:
         self._arrays = cache.memories
         self._regions: list[aiote.Region] = []
         self._offers = Offers(engine, match_timeout, renewal_limit)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, DecodeSession] = {}
         self._numbers = itertools.count(1)
         self._pulls: set[Pull] = set()
         self._stack = AsyncExitStack()
@@ -112,7 +112,7 @@ class Producer:
         Neither `match_timeout` nor a decode rank's `stall_timeout` runs while a request waits in the queue, until
         `match_timeout` has passed since the program last named the request.
         """
-        self._offers.queued(requests)
+        self._offers.record_queued(requests)
 
     @property
     def written(self) -> Written:
@@ -127,11 +127,11 @@ class Producer:
     # Its life.
 
     async def __aenter__(self) -> Producer:
-        self._traffic = Traffic(current_loop().time)
+        self._traffic = TransferStatistics(current_loop().time)
         async with AsyncExitStack() as stack:
             for array in self._arrays:
                 self._regions.append(await self.engine.register_async(array, "read"))
-                stack.push_async_callback(to_the_end, self._regions[-1].aclose)
+                stack.push_async_callback(run_shielded, self._regions[-1].aclose)
             await stack.enter_async_context(service.serve(self.engine, Transfers(self)))
             self._stack = stack.pop_all()
         return self
@@ -166,7 +166,7 @@ class Producer:
         self._forget(peer)
         number = next(self._numbers)
         counted = dict(zip(part.layers, immediates, strict=True))
-        self._sessions[number] = Session(peer, cache_map, counted, targets)
+        self._sessions[number] = DecodeSession(peer, cache_map, counted, targets)
         return Opened(number, [] if memories else [region.descriptor for region in self._regions])
 
     def _forget(self, peer: aiote.Peer) -> None:
@@ -176,7 +176,7 @@ class Producer:
         for number in gone + own[: max(0, len(own) + 1 - MOST_SESSIONS)]:
             del self._sessions[number]
 
-    def _session(self, peer: aiote.Peer, number: int) -> Session:
+    def _session(self, peer: aiote.Peer, number: int) -> DecodeSession:
         session = self._sessions.get(number)
         if session is None or session.peer is not peer:
             raise NoSessionError(f"there is no session {number}")
@@ -184,13 +184,13 @@ class Producer:
         self._sessions[number] = self._sessions.pop(number)
         return session
 
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None:
+    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None:
         """Write a request's pages as they are computed."""
         session = self._session(peer, fetch.session)
         with session.asks(fetch.request):
             await self._push(session, await self._offers.match(fetch.request), fetch)
 
-    async def _push(self, session: Session, offer: Offer, fetch: Fetch) -> None:
+    async def _push(self, session: DecodeSession, offer: Offer, fetch: PushRequest) -> None:
         offer.join(session, session.map.part.ranks)
         failure = "it was cancelled"
         try:
@@ -200,9 +200,9 @@ class Producer:
             failure = str(error)
             raise TransferRefused(failure) from None
         finally:
-            offer.leave(session, failure)
+            offer.remove_reader(session, failure)
 
-    def _reader(self, session: Session, offer: Offer, fetch: Fetch) -> Push:
+    def _reader(self, session: DecodeSession, offer: Offer, fetch: PushRequest) -> Push:
         """Return the `Push` that writes for a decode rank. Raises UsageError or TransferRefused if it does not fit."""
         rows = rows_of(fetch.rows)
         check_target(session.map.part, rows, fetch.tokens)
@@ -214,7 +214,7 @@ class Producer:
             )
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
         immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        batch = Batch(self.engine, session.peer, offer.bell, self._traffic)
+        batch = TransferBatch(self.engine, session.peer, offer.bell, self._traffic)
         return Push(offer, moves, batch, rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
@@ -226,7 +226,7 @@ class Producer:
                 async for item in items:
                     yield item
 
-    async def _pull(self, session: Session, offer: Offer) -> AsyncGenerator[Pinned]:
+    async def _pull(self, session: DecodeSession, offer: Offer) -> AsyncGenerator[Pinned]:
         reader = Pull(session, offer)
         offer.join(session, session.map.part.ranks)
         self._pulls.add(reader)
@@ -241,7 +241,7 @@ class Producer:
                 raise TransferRefused(offer.stopped)
         finally:
             self._pulls.discard(reader)
-            offer.leave(session, "" if reader.finished else offer.stopped or "it was cancelled")
+            offer.remove_reader(session, "" if reader.finished else offer.stopped or "it was cancelled")
 
     async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
         """Yield every `interval` seconds the requests of a session that wait in a moving queue or are computed."""
@@ -252,7 +252,7 @@ class Producer:
         try:
             while self._sessions.get(session) is own:
                 await anyio.sleep(interval)
-                if found := [request for request in own.asked if self._offers.moving(request, seen)]:
+                if found := [request for request in own.asked if self._offers.is_moving(request, seen)]:
                     yield found
                 seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
         finally:
@@ -269,6 +269,6 @@ class Producer:
             if reader.session is own and own.peer is peer and reader.offer.request == request:
                 # Even a stopped offer keeps its pages until its readers have left.
                 reader.finished = True
-                reader.offer.bell.ring()
+                reader.offer.bell.wake_all()
                 return True
         return False

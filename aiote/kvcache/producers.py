@@ -22,26 +22,26 @@ import aiote
 
 from .. import service
 from ..service.background import TaskScope
-from ..service.endpoint import Endpoint
+from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap, assign
 from .protocol import MOST_RENEWED, TransferRefused, Transfers
 from .tensors import CacheSpec
 
-__all__ = ["Link", "Links", "Place"]
+__all__ = ["Links", "Place", "PrefillSession"]
 
 Place = aiote.Address | aiote.Peer | str
 
 
 class Reader(Protocol):
-    """A request that relies on a link. `over` is called once the peer has stopped writing, with the failure, if any."""
+    """A request that relies on a link. `record_stop` is called once the peer has stopped writing, with any failure."""
 
     @property
     def request(self) -> str: ...
-    def over(self, link: Link, failure: str = "") -> None: ...
-    def heard(self) -> None: ...
+    def record_stop(self, link: PrefillSession, failure: str = "") -> None: ...
+    def record_progress(self) -> None: ...
 
 
-class Link:
+class PrefillSession:
     """A session with one prefill rank. `memories`: the prefill rank's, if this rank reads. `quarantine`: the number of
     pages of each request for which the peer has not confirmed its stop. `forgotten`: the prefill rank has said that it
     dropped the session.
@@ -61,25 +61,25 @@ class Link:
         self.peer.disconnect(reason)
         for reader in tuple(self.readers):
             self.readers.discard(reader)
-            reader.over(self, self.peer.reason)
+            reader.record_stop(self, self.peer.reason)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the next request needs a new link."""
         return self.peer.lost or self.forgotten
 
-    async def follow(self) -> None:
+    async def end_when_lost(self) -> None:
         """Wait until the peer is lost, then end the link."""
         self.end(await self.peer.wait_closed())
 
-    async def listen(self, interval: float) -> None:
+    async def hear_progress(self, interval: float) -> None:
         """Tell readers that the rank says are not stuck: one message every `interval` seconds for all of them."""
         # An error of the rank ends only this listening; it must not end the requests of other ranks.
         with suppress(aiote.AioteError):
             async for requests in self.client.moving(self.session, interval):
                 named = set(requests)
                 for reader in [reader for reader in self.readers if reader.request in named]:
-                    reader.heard()
+                    reader.record_progress()
 
 
 class Links:
@@ -96,21 +96,21 @@ class Links:
     ) -> None:
         self._limit = limit
         self._engine, self._spec, self._regions, self._turn, self._scope = engine, spec, regions, turn, scope
-        self._groups: dict[tuple[tuple[str, ...], bool], list[Link]] = {}
+        self._groups: dict[tuple[tuple[str, ...], bool], list[PrefillSession]] = {}
         self._locks: dict[tuple[tuple[str, ...], bool], anyio.Lock] = {}
 
-    async def group(self, places: Sequence[Place], *, reads: bool) -> list[Link]:
+    async def group(self, places: Sequence[Place], *, reads: bool) -> list[PrefillSession]:
         """Return a link to each rank of a group; make the links the first time, and again after one has ended.
 
         Raises MappingError, CallError, PeerError, TransferRefused.
         """
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
-        if (known := self._groups.get(key)) and not any(link.over for link in known):
+        if (known := self._groups.get(key)) and not any(link.is_over for link in known):
             return known
         with anyio.move_on_after(self._limit):
             async with self._locks.setdefault(key, anyio.Lock()):
                 links = self._groups.get(key, [])
-                if not links or any(link.over for link in links):
+                if not links or any(link.is_over for link in links):
                     self._forget()
                     links = self._groups[key] = await self._open(places, reads)
             return links
@@ -118,12 +118,12 @@ class Links:
 
     def _forget(self) -> None:
         """Drop the groups with a link that is over: if their ranks were replaced, they are not asked for again."""
-        for key in [key for key, links in self._groups.items() if any(link.over for link in links)]:
+        for key in [key for key, links in self._groups.items() if any(link.is_over for link in links)]:
             del self._groups[key]
             if not self._locks[key].locked():
                 del self._locks[key]
 
-    async def _open(self, places: Sequence[Place], reads: bool) -> list[Link]:
+    async def _open(self, places: Sequence[Place], reads: bool) -> list[PrefillSession]:
         peers = [await self._peer(place) for place in places]
         clients = [service.client(self._engine, peer, Transfers) for peer in peers]
         specs = [await client.describe() for client in clients]
@@ -140,9 +140,9 @@ class Links:
         ]
         # Start the tasks only when all ranks have agreed, so that a refusal leaves no task to end.
         for link in links:
-            self._scope.start(link.follow)
+            self._scope.start(link.end_when_lost)
             if self._limit < math.inf:
-                self._scope.start(link.listen, self._limit / 4)
+                self._scope.start(link.hear_progress, self._limit / 4)
         return links
 
     async def renew(self, place: Place, requests: Sequence[str]) -> None:
@@ -157,14 +157,14 @@ class Links:
             return await self._engine.connect(place.address) if place.lost else place
         return await self._engine.connect(place)
 
-    async def _link(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, reads: bool) -> Link:
+    async def _link(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, reads: bool) -> PrefillSession:
         """Open a session. If the prefill rank writes, send it the memories of its part; else get its memories."""
         used = {tensor.memory for tensor in cache_map.part.tensors}
         memories = [region.descriptor if number in used else b"" for number, region in enumerate(self._regions)]
         places = [self._spec.layers.index(layer) for layer in cache_map.layers]
         opened = await client.open(cache_map.part, places, [] if reads else memories)
         # Each pull holds a slot of the service until it is finished, and the call `finish` takes another slot.
-        link = Link(peer, client, cache_map, max(1, Endpoint.of(self._engine).limits.slots // 2))
+        link = PrefillSession(peer, client, cache_map, max(1, CallEndpoint.of(self._engine).limits.slots // 2))
         link.session = opened.session
         link.memories = self._to_read(peer, cache_map.source, opened.memories) if reads else []
         return link

@@ -39,7 +39,7 @@ from .. import service
 from .mapping import MappingError, PageRow
 from .tensors import CacheSpec
 
-__all__ = ["Fetch", "NoSessionError", "Opened", "Pinned", "TransferRefused", "Transfers", "rows_of", "rows_to"]
+__all__ = ["NoSessionError", "Opened", "Pinned", "PushRequest", "TransferRefused", "Transfers", "rows_of", "rows_to"]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -58,7 +58,7 @@ class NoSessionError(TransferRefused):
     """A prefill rank has dropped a session in favor of others of the same decode rank; a new session works again."""
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True, eq=False):
+class SentPageRow(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A `PageRow` as it is sent."""
 
     pages: NDArray[np.int64]
@@ -72,29 +72,29 @@ class Opened(msgspec.Struct, array_like=True, frozen=True):
     memories: list[Descriptor]
 
 
-class Fetch(msgspec.Struct, array_like=True, frozen=True, eq=False):
+class PushRequest(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request to be pushed: the number of tokens, the target pages of each group, and the first immediate `imm`."""
 
     session: Number
     request: Name
     tokens: Number
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
-    rows: dict[Group, Row]
+    rows: dict[Group, SentPageRow]
 
 
 class Pinned(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request's pages at the prefill rank, which keeps them until `finish`."""
 
     tokens: Number
-    rows: dict[Group, Row]
+    rows: dict[Group, SentPageRow]
 
 
-class Rank(Protocol):
+class PrefillRank(Protocol):
     """The object that answers the calls of `Transfers`."""
 
     def describe(self) -> CacheSpec: ...
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened: ...
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None: ...
+    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None: ...
     def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]: ...
     def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]: ...
     def renew(self, requests: list[str]) -> None: ...
@@ -117,7 +117,7 @@ class Transfers(service.Service):
 
     name = "kvcache.Transfers"
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: PrefillRank) -> None:
         self._rank = rank
 
     @service.method(idempotent=True)
@@ -131,7 +131,7 @@ class Transfers(service.Service):
         return await self._rank.open(service.current_call().peer, part, immediates, memories)
 
     @service.method(raises=[MappingError, TransferRefused, NoSessionError])
-    async def push(self, fetch: Fetch) -> AsyncIterator[None]:
+    async def push(self, fetch: PushRequest) -> AsyncIterator[None]:
         """Write a request's pages to the caller; the stream ends when all are written."""
         return Until(partial(self._rank.push, service.current_call().peer, fetch))
 
@@ -160,11 +160,11 @@ class Transfers(service.Service):
         return self._rank.finish(service.current_call().peer, session, request)
 
 
-def rows_of(rows: dict[int, Row]) -> dict[int, PageRow]:
+def rows_of(rows: dict[int, SentPageRow]) -> dict[int, PageRow]:
     """Return the page rows of a received message. Raises UsageError for anything that is not a row."""
     return {group: PageRow(row.pages, row.start) for group, row in rows.items()}
 
 
-def rows_to(rows: dict[int, PageRow]) -> dict[int, Row]:
+def rows_to(rows: dict[int, PageRow]) -> dict[int, SentPageRow]:
     """Return page rows in the form in which they are sent."""
-    return {group: Row(row.pages, row.start) for group, row in rows.items()}
+    return {group: SentPageRow(row.pages, row.start) for group, row in rows.items()}

@@ -181,7 +181,7 @@ class Cache:
         for items with gaps.
         """
         require_unmasked(self.name, array)
-        array, named, storage = gpu_array(array) or _viewed(array)
+        array, named, storage = gpu_array(array) or _view_array(array)
         dtype = dtype or named
         shape, strides, item_bytes = _axes(array, axes)
         if shape["field"] != len(fields) or "page" not in axes.split():
@@ -242,7 +242,7 @@ class Cache:
         return spec
 
 
-def _viewed(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
+def _view_array(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
     """Return numpy's view of an array, the name of its type, and its whole storage if numpy cannot tell that (or None).
 
     Raises UsageError for an array that is not in memory of the CPU.

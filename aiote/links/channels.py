@@ -112,7 +112,7 @@ class Channels:
         rail = self._runtime.rail_name(self._pairs[number][0])
         if number in self._states.live:
             self._runtime.events.emit("rail.failed", peer=self._connection.name, rail=rail, reason=reason)
-        self._do(self._states.failed(number, f"rail {rail}: {reason}"[:500], self._runtime.loop.time()))
+        self._do(self._states.record_failed(number, f"rail {rail}: {reason}"[:500], self._runtime.loop.time()))
 
     def release(self, transfer: Operation) -> bool:
         """Fail the channels that hold a cancelled transfer; return False if no channel holds it."""
@@ -124,12 +124,12 @@ class Channels:
     def tick(self, now: float) -> None:
         """Take the actions that are due at this time."""
         self._link.decay_costs()
-        self._do(self._states.due(now))
+        self._do(self._states.advance(now))
 
     def close(self) -> None:
         """Stop opening channels."""
         for number in tuple(self._pending):
-            self._drop(number)
+            self._stop_attempt(number)
 
     # Messages of the peer.
 
@@ -188,7 +188,7 @@ class Channels:
         # A peer that was lost in the meantime has no channels any more.
         if number >= len(self._pairs) or not self._current(number, generation):
             return
-        self._do(self._states.joined(number, now))
+        self._do(self._states.record_joined(number, now))
         self._resume(number)
 
     def _on_mailbox_moved(self, number: int, generation: int) -> None:
@@ -210,7 +210,7 @@ class Channels:
                 return
             match action:
                 case Shut(number):
-                    self._shut(number)
+                    self._shut_endpoint(number)
                 case SendRailDown(number, generation, reason):
                     keys = tuple(MemoryKey(key) for key in self._link.lost_keys(number))
                     self._send(RailDown(number, generation, reason[:500], keys))
@@ -219,7 +219,7 @@ class Channels:
                 case Reconcile(number, arrivals):
                     self._reconcile(number, arrivals)
                 case OpenAgain(number, generation):
-                    self._open(number, generation)
+                    self._open_endpoint(number, generation)
                 case Join(number):
                     self._join(number)
                     self._runtime.spawn(self._probe, number, self._states.generation(number), name="aiote rail")
@@ -231,12 +231,12 @@ class Channels:
             self._changed()
         self._runtime.kick()
 
-    def _shut(self, number: int) -> None:
-        self._drop(number)
+    def _shut_endpoint(self, number: int) -> None:
+        self._stop_attempt(number)
         self._link.shut(number)
-        self._do(self._states.shut(number))
+        self._do(self._states.record_shut(number))
 
-    def _drop(self, number: int) -> None:
+    def _stop_attempt(self, number: int) -> None:
         """Stop the attempt to bring a channel up."""
         pending = self._pending.pop(number, None)
         if pending is not None:
@@ -249,7 +249,7 @@ class Channels:
         arrived, top, holes = self._link.arrivals(number)
         if any(times < 0 for _, times in arrived) and not self._link.forgets(number):
             raise FailoverError("it acknowledged more than came")
-        mark = marked(top, holes)
+        mark = to_received(top, holes)
         counts = [Arrived(imm_data, times) for imm_data, times in arrived]
         while len(counts) > MAX_COUNTS:
             self._send(Arrivals(number, generation, tuple(counts[:MAX_COUNTS]), 0, (), (), more=True))
@@ -263,7 +263,7 @@ class Channels:
         return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
 
     def _reconcile(self, number: int, arrivals: Account) -> None:
-        top, holes = unmarked(arrivals.messages)
+        top, holes = from_received(arrivals.messages)
         if not self._link.reconcile(number, list(arrivals.counts), top, holes, self._unknown.pop(number, [])):
             raise FailoverError("it says that what was not sent has come")
         self._move_mailbox()
@@ -275,7 +275,7 @@ class Channels:
             self._link.move_mailbox(chosen)
             self._send(MailboxMoved(chosen, self._states.generation(chosen)))
 
-    def _open(self, number: int, generation: int) -> None:
+    def _open_endpoint(self, number: int, generation: int) -> None:
         """Open our endpoint and tell the peer; the acceptor joins the initiator's endpoint at once."""
         mine, remote = self._pairs[number]
         try:
@@ -318,7 +318,7 @@ class Channels:
             return
         if self._current(number, generation):
             self._probes.pop(number, None)
-            self._do(self._states.joined(number, self._runtime.loop.time()))
+            self._do(self._states.record_joined(number, self._runtime.loop.time()))
             self._send(Joined(number, generation))
             self._resume(number)
 
@@ -333,7 +333,7 @@ class Channels:
             self._move_mailbox()
 
 
-def marked(top: int, holes: list[int]) -> Received:
+def to_received(top: int, holes: list[int]) -> Received:
     """Return the messages that arrived as a Received, from the highest number and the missing numbers below it."""
     if not holes:
         return Received(top, ())
@@ -342,7 +342,7 @@ def marked(top: int, holes: list[int]) -> Received:
     return Received(holes[0] - 1, tuple(ranges))
 
 
-def unmarked(mark: Received) -> tuple[int, list[int]]:
+def from_received(mark: Received) -> tuple[int, list[int]]:
     """Return the highest number that arrived and the missing ones below. Raises FailoverError for an absurd mark."""
     holes: list[int] = []
     top = mark.high

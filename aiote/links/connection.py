@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "ServingSession"]
 
 QUIET_S = 0.05
-"""How long `agree` polls the gate of a peer that is in a call into its library; after that it asks the peer."""
+"""How long `confirm_teardown` polls the gate of a peer that is in a call into its library, before it asks the peer."""
 PEER_LOST = 104  # ECONNRESET: the native core ends the transfers of a lost peer with it
 
 
@@ -123,12 +123,12 @@ class Connection:
             await self._ended.wait()
         return self.reason
 
-    async def ready(self) -> Connection:
+    async def wait_ready(self) -> Connection:
         """Wait until the peer is connected and return it, or its successor if it gave way. Raises PeerError."""
         while not (self.connected or self.reason or self.successor):
             await self._changed.wait()
         if self.successor is not None:
-            return await self.successor.ready()
+            return await self.successor.wait_ready()
         if self.reason:
             raise self.error()
         return self
@@ -274,15 +274,15 @@ class Connection:
             "so the connection was torn down"
         )
 
-    async def agree(self) -> None:
+    async def confirm_teardown(self) -> None:
         """Find out whether the torn-down peer is known to carry out no more of our requests."""
         connection, link = self.control, self.link
         if link is not None and await poll_until(self._runtime.loop, lambda: link.quiet, QUIET_S):
             self.confirmed = True
         elif connection is not None:
-            self.confirmed = await connection.agreed()
+            self.confirmed = await connection.wait_for_bye()
 
-    def follow(self, other: Connection) -> None:
+    def give_way_to(self, other: Connection) -> None:
         """Give way to the peer that this one turned out to be, and pass it all waiting transfers."""
         self.successor = other
         for transfer in self._queue.dissolve():
@@ -290,7 +290,7 @@ class Connection:
             other.submit(transfer)
         self._changed.set()
 
-    def established(self) -> None:
+    def mark_established(self) -> None:
         """Record that transfers may flow, and start those that waited for the connection."""
         assert self.link is not None
         self.connected = True
@@ -317,7 +317,7 @@ class Connection:
         waiting = list(self._queue.dissolve())
         if self.link is not None:
             self.link.close(PEER_LOST)
-            if self.link.unsettled and not (self.control is not None and self.control.left):
+            if self.link.unsettled and not (self.control is not None and self.control.has_peer_left):
                 self.confirmed = False
         if self.control is not None:
             # The peer takes a Bye as the confirmation that our endpoints are closed.

@@ -65,7 +65,7 @@ class GrantedLeases:
         parts: list[tuple[Region, LocalMemory]] = []
         try:
             for region in slices:
-                parts.append((region, self._registered(region, holder)))
+                parts.append((region, self._register_for(region, holder)))
         except BaseException:
             for _, memory in parts:
                 memory.close()
@@ -81,7 +81,7 @@ class GrantedLeases:
             raise UsageError("lease: this is the engine's own address; a lease is another engine's")
         return holder
 
-    def _registered(self, region: Region, holder: Address) -> LocalMemory:
+    def _register_for(self, region: Region, holder: Address) -> LocalMemory:
         """Register a slice again, for one holder alone."""
         region.require_open()
         if region.memory.owner is not self._runtime.core:
@@ -99,9 +99,9 @@ class GrantedLeases:
             raise
         return memory
 
-    def void(self, holder: Holder) -> list[tuple[int, int]]:
+    def void_ranges(self, holder: Holder) -> list[tuple[int, int]]:
         """Return the ranges of lease numbers that are void for a holder."""
-        return list(self._grants.void(holder))
+        return list(self._grants.void_ranges(holder))
 
     def ask_back(self, lease: Lease) -> None:
         """Ask the holder to give a lease back; end the lease when the holder has, or can no longer use it."""
@@ -109,18 +109,18 @@ class GrantedLeases:
         low, high = self._grants.revoke(holder, lease.number)
         session = self._session_of(holder)
         if session is None:
-            self._end(lease)
+            self._end_lease(lease)
         else:
-            self._runtime.spawn(self._ask, session, lease, low, high, name=f"aiote revoke lease {lease.number}")
+            self._runtime.spawn(self._ask_holder, session, lease, low, high, name=f"aiote revoke lease {lease.number}")
 
-    async def _ask(self, session: LeaseHolder, lease: Lease, low: int, high: int) -> None:
+    async def _ask_holder(self, session: LeaseHolder, lease: Lease, low: int, high: int) -> None:
         try:
             await session.revoke(lease.number, low, high)
         finally:
             # This task is cancelled only when the engine is closed, and then its endpoints are closed.
-            self._end(lease)
+            self._end_lease(lease)
 
-    def _end(self, lease: Lease) -> None:
+    def _end_lease(self, lease: Lease) -> None:
         for whole, memory in lease.memories:
             memory.close()
             leases = self._live.get(whole, {})
@@ -141,7 +141,7 @@ class GrantedLeases:
         """End all leases: every endpoint is closed."""
         for leases in tuple(self._live.values()):
             for lease in tuple(leases):
-                self._end(lease)
+                self._end_lease(lease)
 
 
 def _key(holder: Address) -> Holder:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..aio import LoopTask, Signal, report, within
-from ..rails import look_over
+from ..aio import LoopTask, Signal, report, run_within
+from ..rails import check_pulses
 
 if TYPE_CHECKING:
     from ..aio import EventLoop
@@ -24,7 +24,7 @@ class HeartbeatTimer:
     """Calls each `beat` with the present time; it returns when it must be called again, at the latest.
 
     When one beat is due, the timer looks at all of them, so the work of any number of peers falls on few moments. One
-    native pass over their pulses (`look_over`) skips the beats that have nothing to do; a beat without a pulse is
+    native pass over their pulses (`check_pulses`) skips the beats that have nothing to do; a beat without a pulse is
     called each time. `tell` is called before each pass, so that peers that read it see it no later than a sent
     heartbeat. Without beats there is no timer.
     """
@@ -41,12 +41,12 @@ class HeartbeatTimer:
     def add(self, beat: Callable[[float], float], pulse: Pulse | None = None) -> None:
         """Call `beat` from now on, first very soon, then whenever its pulse asks for it."""
         self._beats[beat] = pulse
-        if self._task is None or self._task.ended:
+        if self._task is None or self._task.has_ended:
             self._task = self._loop.spawn(self._run, name="aiote heartbeats")
         else:
             self._changed.set()
 
-    def look(self) -> None:
+    def check_soon(self) -> None:
         """Look at all beats soon: one may have become due earlier than it said."""
         self._changed.set()
 
@@ -61,10 +61,10 @@ class HeartbeatTimer:
         try:
             while self._beats:
                 now = self._loop.time()
-                due = self._look(now)
+                due = self._check_beats(now)
                 self._call_afterwards(now)
                 if alarm is None:
-                    await within(max(LEAST_S, due - now), self._changed.wait)
+                    await run_within(max(LEAST_S, due - now), self._changed.wait)
                 else:
                     alarm.set(max(LEAST_S, due - now))
                     await self._changed.wait()
@@ -72,14 +72,14 @@ class HeartbeatTimer:
             if alarm is not None:
                 alarm.close()
 
-    def _look(self, now: float) -> float:
+    def _check_beats(self, now: float) -> float:
         """Call the beats that have something to do; return when to look again."""
         if self._tell is not None:
             self._tell()
-        wanted, due = look_over(self._beats, now, EARLY)
-        return min([due, *[self._call(beat, now) for beat in wanted if beat in self._beats]])
+        wanted, due = check_pulses(self._beats, now, EARLY)
+        return min([due, *[self._call_beat(beat, now) for beat in wanted if beat in self._beats]])
 
-    def _call(self, beat: Callable[[float], float], now: float) -> float:
+    def _call_beat(self, beat: Callable[[float], float], now: float) -> float:
         try:
             return beat(now)
         except Exception as error:

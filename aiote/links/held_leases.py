@@ -47,12 +47,12 @@ class HeldLeases:
             answer()
         for number in [number for number in self._flights if number in self._void]:
             flight = self._flights[number]
-            flight.shut, flight.changed = True, partial(self._ended, number, flight)
+            flight.shut, flight.changed = True, partial(self._answer_if_idle, number, flight)
             for transfer in flight:
                 transfer.revoke()
-            self._ended(number, flight)
+            self._answer_if_idle(number, flight)
 
-    def _ended(self, number: int, flight: Flight, _failed: object = None) -> None:
+    def _answer_if_idle(self, number: int, flight: Flight, _failed: object = None) -> None:
         """Forget a void lease, and answer, once no request is in flight through it."""
         if not flight and self._flights.get(number) is flight:
             del self._flights[number]

@@ -10,7 +10,7 @@ import aiote.aio as aio
 
 from ..core.address import name_of
 from ..core.control import Role
-from ..core.control_frames import Channel, Offer
+from ..core.control_frames import Channel, EngineOffer
 from ..core.pairing import pair_rails
 from ..errors import PeerError, PeerRefusedError
 
@@ -27,7 +27,7 @@ SLOT = struct.Struct("<iI")  # a slot in a wake-up page: its number and its gene
 
 
 def pair(
-    runtime: Runtime, connection: Connection, offer: Offer, role: Role, full: Collection[int] = ()
+    runtime: Runtime, connection: Connection, offer: EngineOffer, role: Role, full: Collection[int] = ()
 ) -> list[tuple[int, int]]:
     """Return the pairs of (our rail, its rail) to join; both sides compute the same pairs. Raises PeerError.
 
@@ -109,7 +109,7 @@ class Joining:
         if not pending.rail.traits.waits:
 
             def on_arrival(descriptors: Sequence[int], address: bytes, error: OSError | None) -> None:
-                pending.take(descriptors, address, error)
+                pending.map_memory(descriptors, address, error)
                 self._arrived.set()
 
             handover = self._handovers[pending] = aio.Handover(self._runtime.loop, on_arrival)
@@ -147,6 +147,6 @@ class Joining:
         while pending.wakeup is None or pending.refused:
             if pending.refused:
                 raise PeerError(connection.name, pending.refused)
-            if self._control.ended:
+            if self._control.has_ended:
                 raise PeerError(connection.name, self._control.reason)
             await self._arrived.wait()

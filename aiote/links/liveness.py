@@ -34,9 +34,9 @@ class Liveness:
         self.clock = Pulse(interval, self._limit)
         self._stalls = StallDetector(interval, self._limit)
 
-    def look(self, now: float, connection: Connection, link: PeerLink | None, channels: Channels | None) -> float:
+    def check(self, now: float, connection: Connection, link: PeerLink | None, channels: Channels | None) -> float:
         """Send a heartbeat if one is due, lose the peer if it has been silent; return when to look again."""
-        if self.clock.expired(now):
+        if self.clock.is_expired(now):
             connection.confirmed = False
             connection.lose(f"it has been silent for {self._limit} s")
             return math.inf
@@ -48,10 +48,10 @@ class Liveness:
             connection.confirmed = False
             connection.lose(stuck)
             return math.inf
-        if self.clock.due(now, EARLY):
+        if self.clock.is_due(now, EARLY):
             self._send(Heartbeat())
             self._runtime.heartbeats_sent += 1
-            self.clock.sent(now)
+            self.clock.record_sent(now)
         soon = channels.deadline if channels is not None else None
         return min(self.clock.next_deadline(now), math.inf if soon is None else soon)
 
@@ -60,9 +60,9 @@ class Liveness:
 
         With several channels, fail the stuck one instead and return "".
         """
-        if link is None or not self._stalls.due(now):
+        if link is None or not self._stalls.is_due(now):
             return ""
-        stuck = self._stalls.look(now, link.under_way(), link.moved)
+        stuck = self._stalls.find_stalled(now, link.under_way(), link.moved)
         if stuck is None:
             return ""
         if channels is not None:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..aio import ByteStream, ControlListener, PendingConnection, dial, sleep, within
+from ..aio import ByteStream, ControlListener, PendingConnection, dial, run_within, sleep
 from ..core.address import ANYONE, Address
 from ..core.control import ControlProtocol, Role
 from ..core.handshake import HandshakeConfig
@@ -48,7 +48,7 @@ class ConnectionTable:
         self.inbox = Inbox(runtime.loop, runtime.core)
         self.leases = GrantedLeases(runtime, self._session_of)
         self._listener = ControlListener(
-            runtime.loop, config.ssl_server, self._on_connection, self._refused, config.connect_timeout
+            runtime.loop, config.ssl_server, self._on_connection, self._emit_refusal, config.connect_timeout
         )
 
     async def listen(self) -> None:
@@ -80,7 +80,7 @@ class ConnectionTable:
 
     # Finding and making peers.
 
-    def find(self, target: Peer | Address | str, operation: str = "") -> Connection:
+    def find_or_connect(self, target: Peer | Address | str, operation: str = "") -> Connection:
         """Return the connection to a peer; begin one if needed.
 
         Raises UsageError, and PeerError for a lost Peer, which names the operation.
@@ -100,10 +100,10 @@ class ConnectionTable:
         here = target.is_anyone and (target.host, target.port) == (own.host, own.port)
         if here or target.identity == own.identity:
             raise UsageError("this is the engine's own address: an engine has no connection to itself")
-        known = self.known(target)
+        known = self.look_up(target)
         return known if known is not None else self._dial(target)
 
-    def known(self, target: Address) -> Connection | None:
+    def look_up(self, target: Address) -> Connection | None:
         """Return the connection to an address, or None."""
         if target.identity != ANYONE:
             known = self._connections.get((target.identity, target.incarnation))
@@ -177,7 +177,7 @@ class ConnectionTable:
         async def attempt() -> None:
             stream.append(await dial(address, self._runtime.config.ssl_client))
 
-        if not await within(connection.deadline - self._runtime.loop.time(), attempt):
+        if not await run_within(connection.deadline - self._runtime.loop.time(), attempt):
             raise ConnectTimeoutError(
                 str(address), f"its control port did not answer within {self._runtime.config.connect_timeout} s"
             )
@@ -190,7 +190,7 @@ class ConnectionTable:
             known = self._connections.get(session.who) if session.who is not None else None
             if over.busy and known is not None and known is not connection and known.connected:
                 known.reached.add((address.host, address.port))
-                connection.follow(known)
+                connection.give_way_to(known)
             raise
 
     async def _on_connection(self, stream: ByteStream, pending: PendingConnection) -> None:
@@ -208,7 +208,7 @@ class ConnectionTable:
             await self._run_session(session)
         except SessionOver as over:
             if not over.busy:
-                self._refused(str(over))
+                self._emit_refusal(str(over))
         finally:
             self._pending.pop(session, None)
 
@@ -229,7 +229,7 @@ class ConnectionTable:
                     connection.initiator = b""
                 self._attempt_over(connection, reason, kind, busy=busy)
 
-    def _refused(self, reason: str) -> None:
+    def _emit_refusal(self, reason: str) -> None:
         self._runtime.events.emit("connection.refused", reason=reason)
 
     # Requests of the sessions.
@@ -252,7 +252,7 @@ class ConnectionTable:
         """
         pending = self._pending.pop(session, None)
         if pending is not None:
-            self._listener.proven(pending)
+            self._listener.mark_authenticated(pending)
         address = Address(claimed.host, claimed.port, identity, incarnation)
         initiator = self._runtime.address.identity if role is Role.INITIATOR else identity
         for other in self._connections.values():
@@ -270,7 +270,7 @@ class ConnectionTable:
         if connection is not None:
             chosen.reached.add((connection.address.host, connection.address.port))
         if connection is not None and chosen is not connection:
-            connection.follow(chosen)
+            connection.give_way_to(chosen)
         chosen.address = address
         chosen.initiator = initiator
         chosen.session = session
@@ -306,7 +306,7 @@ class ConnectionTable:
 
     def void_leases(self, holder: tuple[bytes, int]) -> Iterable[tuple[int, int]]:
         """Return the ranges of our leases that are void for a holder."""
-        return self.leases.void(holder)
+        return self.leases.void_ranges(holder)
 
     # Reports of the native core.
 
@@ -315,7 +315,7 @@ class ConnectionTable:
         core = self._runtime.core
         for link in failed:
             link.tag.data_failed(link)  # type: ignore[attr-defined]
-        for link in core.noticed():
+        for link in core.noticed_peers():
             link.tag.notice(link)  # type: ignore[attr-defined]
         return self.inbox.receivers() if core.inbox else []
 

@@ -1,10 +1,10 @@
 """One control connection, from its first byte to its last: authentication, joining of rails, liveness.
 
-After authentication both sides send an `Offer`, open an endpoint for each pair of rails and tell it in a `Channel`. A
-side that has joined all its channels sends `Mapped`. A side that has received Mapped makes progress once more and sends
-`Ready`. A side that has received Ready may write. The step of progress is for shm, which both sides must map before any
-byte moves (see `greet` in the native peers). The initiator then sends an empty write to the other's scratch memory,
-which brings up connections that providers make lazily.
+After authentication both sides send an `EngineOffer`, open an endpoint for each pair of rails and tell it in a
+`Channel`. A side that has joined all its channels sends `Mapped`. A side that has received Mapped makes progress once
+more and sends `Ready`. A side that has received Ready may write. The step of progress is for shm, which both sides must
+map before any byte moves (see `greet` in the native peers). The initiator then sends an empty write to the other's
+scratch memory, which brings up connections that providers make lazily.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..core.control_frames import (
     Bye,
     Channel,
     ChannelMessage,
+    EngineOffer,
     Failed,
     Heartbeat,
     Joined,
     MailboxMoved,
     Mapped,
-    Offer,
     RailDown,
     RailOffer,
     Ready,
@@ -138,7 +138,7 @@ class Session:
         self._liveness = Liveness(runtime, self._control.send)
 
     def _on_event(self, event: Event) -> None:
-        self._liveness.clock.heard(self._runtime.loop.time())
+        self._liveness.clock.record_heard(self._runtime.loop.time())
         if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
             # A heartbeat has served its purpose once it was heard.
             self._runtime.heartbeats_heard += 1
@@ -158,7 +158,7 @@ class Session:
         self._control.start()
         self._control.flush()
         try:
-            if not await aio.within(self._timeout, self._establish):
+            if not await aio.run_within(self._timeout, self._establish):
                 limit = self._runtime.config.connect_timeout
                 raise SessionOver(f"no connection was made within {limit} s", kind=ConnectTimeoutError)
             await self._serve()
@@ -230,7 +230,7 @@ class Session:
                 if isinstance(item, kind):
                     return item
                 self._dispatch(item)
-            if self._control.ended:
+            if self._control.has_ended:
                 unproven = kind is HelloReceived or kind is Authenticated
                 raise SessionOver(self._control.reason + (HINT if unproven else ""))
             await self._arrived.wait()
@@ -307,11 +307,11 @@ class Session:
         self.admitted = True
         connection.control = self._control
         link = await self._join_channels(connection, offer)
-        if self._control.ended:
+        if self._control.has_ended:
             raise SessionOver(self._control.reason)
         connection.link = link
 
-    async def _exchange_offers(self) -> Offer:
+    async def _exchange_offers(self) -> EngineOffer:
         runtime, joining = self._runtime, self._joining
         joining.reserve()
         rails = tuple(
@@ -327,9 +327,9 @@ class Session:
         config = runtime.config
         every = min(round(config.heartbeat_interval * 1000), HEARTBEAT_MS[1])
         self._control.send(
-            Offer(runtime.host_id, config.message_bytes, config.message_pool, every, rails, runtime.address)
+            EngineOffer(runtime.host_id, config.message_bytes, config.message_pool, every, rails, runtime.address)
         )
-        offer = await self._expect(Offer)
+        offer = await self._expect(EngineOffer)
         for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
             if not least <= number <= most:
                 raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
@@ -343,7 +343,7 @@ class Session:
         self._liveness.clock.send_every = offer.heartbeat_ms / 1000
         return offer
 
-    async def _join_channels(self, connection: Connection, offer: Offer) -> PeerLink:
+    async def _join_channels(self, connection: Connection, offer: EngineOffer) -> PeerLink:
         """Open, tell, hear and join the channels, then greet on both sides; return the link, which may be written."""
         runtime = self._runtime
         pairs = pair(runtime, connection, offer, self._role, self._joining.full)
@@ -376,16 +376,16 @@ class Session:
         self.committed = True
         self._control.send(Ready())
         await self._expect(Ready)
-        link.greeted()
+        link.record_greeting()
         if survivable:
             self.channels = Channels(
-                runtime, connection, link, self._role, pairs, self._control.send, self._host.heartbeats.look
+                runtime, connection, link, self._role, pairs, self._control.send, self._host.heartbeats.check_soon
             )
         if self._role is Role.INITIATOR:
             await self._probe(connection, link, len(pairs))
         return link
 
-    def _tell_full(self, connection: Connection, offer: Offer) -> None:
+    def _tell_full(self, connection: Connection, offer: EngineOffer) -> None:
         """Emit an event for each NIC, ours or the peer's, without an endpoint left: a slower rail serves the peer."""
         for number in self._joining.full:
             rail = self._runtime.rail_name(number)
@@ -404,7 +404,7 @@ class Session:
         limit = self._runtime.config.drain_timeout
         self._revoking.add(lease)
         self._control.send(Revoke(lease, low, high))
-        if not await aio.within(limit, lambda: self._wait_given_back(lease)):
+        if not await aio.run_within(limit, lambda: self._wait_given_back(lease)):
             reason = f"it did not give a lease back within {limit} s"
             if self.connection is not None and self.connection.connected:
                 self.connection.lose(reason)
@@ -413,7 +413,7 @@ class Session:
                 self.discard()
 
     async def _wait_given_back(self, lease: int) -> None:
-        while lease in self._revoking and not (self._control.ended and (self._link is None or self._link.closed)):
+        while lease in self._revoking and not (self._control.has_ended and (self._link is None or self._link.closed)):
             await self._given_back.wait()
 
     async def _probe(self, connection: Connection, link: PeerLink, channels: int) -> None:
@@ -423,7 +423,7 @@ class Session:
             for probe in [connection.probe(link, number) for number in range(channels)]:
                 await probe
         except TransferError:
-            if self._control.ended:
+            if self._control.has_ended:
                 raise SessionOver(self._control.reason) from None
             raise
         finally:
@@ -450,35 +450,35 @@ class Session:
         try:
             with self._losing_on_error():
                 self._host.inbox.add(connection)
-                connection.established()
+                connection.mark_established()
                 self._runtime.events.emit("peer.connected", peer=connection.name)
                 if self._link is not None:
-                    self._liveness.clock.follow(self._link, attentive=self.channels is not None)
-                self._host.heartbeats.add(self._beat, self._liveness.clock)
+                    self._liveness.clock.follow_link(self._link, attentive=self.channels is not None)
+                self._host.heartbeats.add(self._check_liveness, self._liveness.clock)
                 while not connection.lost:
                     await self._receive()
         finally:
             connection.lose("its connection was not served any longer")
-            self._host.heartbeats.remove(self._beat)
+            self._host.heartbeats.remove(self._check_liveness)
             if self.channels is not None:
                 self.channels.close()
             self._given_back.set()
 
-    def _beat(self, now: float) -> float:
+    def _check_liveness(self, now: float) -> float:
         """Check the liveness of the peer; return when to check again."""
         assert self.connection is not None
         with self._losing_on_error():
-            return self._liveness.look(now, self.connection, self._link, self.channels)
+            return self._liveness.check(now, self.connection, self._link, self.channels)
         return math.inf
 
     async def _receive(self) -> None:
         """Handle the messages that have arrived; wait for one if there is none. Raises SessionOver at the end."""
-        if not self._events and not self._control.ended:
+        if not self._events and not self._control.has_ended:
             await self._arrived.wait()
         while self._events:
             event = self._events.popleft()
             self._dispatch(event.message if isinstance(event, MessageReceived) else event)
-        if self._control.ended:
+        if self._control.has_ended:
             raise SessionOver(self._control.reason)
 
 

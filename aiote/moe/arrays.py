@@ -32,7 +32,7 @@ def zeros(nbytes: int) -> Bytes:
     return memory[start : start + nbytes]
 
 
-def _described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
+def _describe_array(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
     """Return where an array lies, its shape, its strides in bytes, and the name of its type."""
     if hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
@@ -52,7 +52,7 @@ def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> B
     The last dimension must be contiguous; other strides must not be negative. None in `shape` allows any length. The
     array must have the type `dtype`, or, as raw bytes, the unsigned type of the same size. Raises UsageError.
     """
-    address, found, strides, name = _described(what, array)
+    address, found, strides, name = _describe_array(what, array)
     size = ITEMSIZES[dtype]
     fits = len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
     if not fits or name not in (dtype, RAW[size]):
@@ -73,7 +73,7 @@ def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> B
 
 def plain(what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...]) -> NDArray[Any]:
     """Return a small array of numbers as a NumPy array, without a copy. Raises UsageError for another shape or type."""
-    _, found, _, name = _described(what, array)
+    _, found, _, name = _describe_array(what, array)
     if found != shape or name not in names:
         raise aiote.UsageError(f"{what}: expected {' or '.join(names)} of shape {shape}, got {name} {found}")
     return array if isinstance(array, np.ndarray) else np.asarray(array.detach().numpy())

@@ -13,7 +13,7 @@ import aiote
 
 from .wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 
-__all__ = ["ALL", "KINDS", "Arrivals", "Immediates"]
+__all__ = ["ALL", "KINDS", "EpochImmediates", "LaneCounters"]
 
 KINDS = (ROUTE, PAYLOAD, ANSWER)
 ALL = -1
@@ -22,7 +22,7 @@ Lost = Callable[[int | None], BaseException | None]
 Near = Callable[[int | None], None]
 
 
-class Immediates:
+class EpochImmediates:
     """The immediates that others write to this rank with, in one epoch. Closed with the epoch, after the counters."""
 
     def __init__(self, engine: aiote.Engine, lanes: int, sources: int) -> None:
@@ -50,11 +50,11 @@ class Immediates:
             block.close()
 
 
-class Arrivals:
+class LaneCounters:
     """The counters of one lane in one epoch. Closed with the epoch."""
 
     def __init__(self, engine: aiote.Engine, lane: int, firsts: Mapping[int, int]) -> None:
-        """Open the counters; `firsts` are the ranks' first immediates (`Immediates.firsts`)."""
+        """Open the counters; `firsts` are the ranks' first immediates (`EpochImmediates.firsts`)."""
         self._separate = ALL not in firsts
         self._sources = tuple(firsts)
         self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
@@ -67,29 +67,29 @@ class Arrivals:
             self._opened = opened.pop_all()
 
     async def wait(
-        self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost, near: Near | None = None
+        self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost, on_late: Near | None = None
     ) -> list[int]:
         """Wait until each rank has made the writes that it owes (`needs`), and return the ranks that have.
 
         `lost(rank)` returns an error when that rank will write no more; the wait then leaves the rank out. `lost(None)`
-        returns an error when the whole wait is in vain; the wait then raises it. `near(rank)` is called before the wait
-        for that rank alone, `near(None)` when one write is missing and its rank is unknown. After a cancelled or lost
-        wait the counts are unusable.
+        returns an error when the whole wait is in vain; the wait then raises it. `on_late(rank)` is called before the
+        wait for that rank alone, `on_late(None)` when one write is missing and its rank is unknown. After a cancelled
+        or lost wait the counts are unusable.
         """
         parity = parity if kind != ANSWER else 0
         if not self._separate:
             counter, need = self._counters[kind, parity, ALL], sum(needs.values())
-            if near is not None and counter.value < need:
+            if on_late is not None and counter.value < need:
                 # Look for the late rank only if one is late: this costs one more turn of the event loop.
                 await counter.wait_unless(need - 1, lambda: lost(None))
-                near(None)
+                on_late(None)
                 need = 1
             await counter.wait_unless(need, lambda: lost(None))
             return list(needs)
         came = []
         for rank, need in needs.items():
-            if near is not None:
-                near(rank)
+            if on_late is not None:
+                on_late(rank)
             try:
                 await self._counters[kind, parity, rank].wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
             except aiote.PeerLostError:

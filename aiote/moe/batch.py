@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .arrays import elements
 from .config import Sizes
-from .plan import Plan
+from .plan import RoundPlan
 
 if TYPE_CHECKING:
     from .memory import LaneMemory
@@ -32,7 +32,7 @@ class Batch:
     def __init__(
         self,
         round: Round,
-        plan: Plan,
+        plan: RoundPlan,
         sizes: Sizes,
         memory: LaneMemory,
         like: Any,
@@ -48,7 +48,7 @@ class Batch:
         """The value of `rows` that is enough for this round."""
         self._plan, self._sizes, self._memory, self._like = plan, sizes, memory, like
         self._lead = {
-            "grouped": (sizes.held(plan.me), sizes.rows),
+            "grouped": (sizes.experts_of(plan.me), sizes.rows),
             "contiguous": (sizes.placed,),
             "rank": (sizes.ranks, sizes.config.tokens),
         }[sizes.config.layout]
@@ -98,7 +98,7 @@ class Batch:
     def expert_source_tokens(self) -> NDArray[np.int32]:
         """How many rows each of this rank's experts has from each source rank (experts of the rank, ranks)."""
         plan = self._plan
-        return plan.kept[:, plan.me, : self._sizes.held(plan.me)].T.astype(np.int32)
+        return plan.kept[:, plan.me, : self._sizes.experts_of(plan.me)].T.astype(np.int32)
 
     @property
     def token(self) -> NDArray[np.int32]:
@@ -137,7 +137,7 @@ class Batch:
             for expert in np.flatnonzero(plan.kept[source, plan.me]).tolist():
                 first = int(plan.base[plan.me, expert] + plan.before[source, plan.me, expert])
                 chosen = slice(first, first + int(plan.kept[source, plan.me, expert]))
-                named = ids[chosen] == sizes.first(plan.me) + expert
+                named = ids[chosen] == sizes.first_expert_of(plan.me) + expert
                 found[chosen, 0], found[chosen, 1] = source, tokens[chosen]
                 found[chosen, 2] = _slots(named, tokens[chosen])
         return found[: math.prod(self._lead)].reshape(*self._lead, 3)

@@ -256,10 +256,10 @@ class Sizes:
         of_expert, of_rank = self.most_of_source()
         return bool((experts > of_expert).any() or (self.for_ranks(experts) > of_rank).any())
 
-    def first(self, rank: int) -> int:
+    def first_expert_of(self, rank: int) -> int:
         """Return the first expert of a rank."""
         return min(rank * self.local, self.config.experts)
 
-    def held(self, rank: int) -> int:
+    def experts_of(self, rank: int) -> int:
         """Return how many experts a rank holds."""
-        return self.first(rank + 1) - self.first(rank)
+        return self.first_expert_of(rank + 1) - self.first_expert_of(rank)

@@ -22,9 +22,9 @@ import torch
 import aiote
 
 from .. import bridge
+from .blocking import HeldGroup, PendingStep
 from .config import MoeConfig
 from .dispatched import Dispatched, Handle, Shape, registered_bytes
-from .held import HeldGroup, Pending
 
 __all__ = ["Buffer", "EventOverlap", "topk_idx_t"]
 
@@ -110,12 +110,12 @@ class Buffer:
         self._masked: set[int] = set()
         self._bridge = bridge.acquire(**(settings or {}))
         try:
-            self._meet(group, comm, members, rank, block)
+            self._learn_members(group, comm, members, rank, block)
         except BaseException:
             self._bridge.close()
             raise
 
-    def _meet(self, group: Any, comm: Any, members: Any, rank: int | None, block: int | None) -> None:
+    def _learn_members(self, group: Any, comm: Any, members: Any, rank: int | None, block: int | None) -> None:
         """Learn every rank's address, and agree on the numbers of this buffer's groups."""
         with _lock:
             free = 1 + max(_blocks, default=-1) if block is None else block
@@ -186,7 +186,7 @@ class Buffer:
             numbers = [number for number in range(BLOCK) if number not in used]
             if not numbers:
                 raise aiote.UsageError(f"a buffer has at most {BLOCK} shapes: clean_low_latency_buffer ends old ones")
-            number, masked = BLOCK * self._block + numbers[0], self._lost()
+            number, masked = BLOCK * self._block + numbers[0], self._masked_ranks()
             how: dict[str, Any] = {"group": number, "masked": masked, "open_timeout": self._open_timeout}
             held = HeldGroup(self._bridge, self.members, self.rank, config, **how)
             self._shapes[key] = Shape(held, numbers[0], registered_bytes(config, self.group_size))
@@ -257,7 +257,7 @@ class Buffer:
             shape = self._shape(*key, use_fp8)
             made = Dispatched(shape, topk_idx, key[:3], use_ue8m0, cumulative_local_expert_recv_stats)
             finish = made.send(x, round_scale)
-        event, hook = _told(finish, async_finish, return_recv_hook)
+        event, hook = _make_completion(finish, async_finish, return_recv_hook)
         return made.received, made.count, made.handle, event, hook
 
     def low_latency_combine(
@@ -284,16 +284,16 @@ class Buffer:
         _refuse(use_logfmt, "use_logfmt: answers travel as bfloat16, in which nothing is lost")
         _refuse(combine_wait_recv_cost_stats is not None, "combine_wait_recv_cost_stats: waits are not told by rank")
         _refuse(async_finish and return_recv_hook, "async_finish and return_recv_hook exclude each other")
-        made = _of(handle)
+        made = _dispatched_of(handle)
         if out is None:
             out = torch.empty(len(topk_idx), handle[3], dtype=torch.bfloat16)
         _refuse(tuple(out.shape) != (made.tokens, handle[3]), f"out: {made.tokens} tokens, got {tuple(out.shape)}")
-        skipped = made.skipped(topk_idx)
+        skipped = made.find_skipped(topk_idx)
         made.finish()
         with self._lock:
             self._require_open()
             finish = made.combine(None if zero_copy else x, topk_weights, skipped, out)
-        event, hook = _told(finish, async_finish, return_recv_hook)
+        event, hook = _make_completion(finish, async_finish, return_recv_hook)
         return out, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> torch.Tensor:
@@ -301,17 +301,17 @@ class Buffer:
 
         The caller fills it, and must call combine with `zero_copy` and this handle before any other call.
         """
-        made = _of(handle)
+        made = _dispatched_of(handle)
         made.finish()
         with self._lock:
             return made.answers()
 
     # Masks.
 
-    def _lost(self) -> set[int]:
+    def _masked_ranks(self) -> set[int]:
         """Return the ranks that are masked in any group of this buffer."""
         for shape in self._shapes.values():
-            self._masked |= {rank for rank, active in enumerate(shape.held.moe.active.tolist()) if not active}
+            self._masked |= {rank for rank, active in enumerate(shape.group.moe.active.tolist()) if not active}
         return self._masked
 
     def _require_shrink(self) -> None:
@@ -326,7 +326,7 @@ class Buffer:
         fits = mask_status.numel() == self.group_size and mask_status.dtype == torch.int32
         _refuse(not fits, f"mask_status: int32 of {self.group_size} is expected")
         with self._lock:
-            lost = self._lost()
+            lost = self._masked_ranks()
         mask_status.view(-1).copy_(torch.tensor([int(rank in lost) for rank in range(self.group_size)]))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -341,15 +341,18 @@ class Buffer:
             if mask:
                 self._masked.add(rank_to_mask)
                 for shape in self._shapes.values():
-                    shape.held.run(shape.held.moe.mask, rank_to_mask)
+                    shape.group.run(shape.group.moe.mask, rank_to_mask)
             else:
-                _refuse(rank_to_mask in self._lost(), f"rank {rank_to_mask} is masked for as long as this buffer lives")
+                _refuse(
+                    rank_to_mask in self._masked_ranks(),
+                    f"rank {rank_to_mask} is masked for as long as this buffer lives",
+                )
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Check that no rank is masked. Raises UsageError if one is, as `low_latency_update_mask_buffer`."""
         self._require_shrink()
         with self._lock:
-            lost = sorted(self._lost())
+            lost = sorted(self._masked_ranks())
         _refuse(bool(lost), f"ranks {lost} are masked for as long as this buffer lives")
 
 
@@ -371,13 +374,15 @@ def _refuse(wrong: bool, why: str) -> None:
         raise aiote.UsageError(why)
 
 
-def _of(handle: tuple[Any, ...]) -> Dispatched:
+def _dispatched_of(handle: tuple[Any, ...]) -> Dispatched:
     if not isinstance(handle, Handle):
         raise aiote.UsageError("handle: what low_latency_dispatch of this Buffer returned is expected")
     return handle.made
 
 
-def _told(finish: Pending[Any], event: bool, hook: bool) -> tuple[EventOverlap, Callable[[], None] | None]:
+def _make_completion(
+    finish: PendingStep[Any], event: bool, hook: bool
+) -> tuple[EventOverlap, Callable[[], None] | None]:
     """Return an event and a hook for a caller that asked for one of them; for any other, wait now."""
     if hook:
         return EventOverlap(), finish

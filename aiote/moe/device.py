@@ -6,7 +6,7 @@ order of the calls, which return at once. The calls allocate no memory, so that 
 
 Flags let the host and kernels wait for each other without a synchronization. A call with `raises=n` sets `words[n]` to
 the number of the round once the host can see all that the call wrote. A call with `waits=n` begins its work when the
-host has set `words[n]` in the same way. A round begins with `numbered(..., begins=True)`. The host aborts waiting
+host has set `words[n]` in the same way. A round begins with `number_rows(..., begins=True)`. The host aborts waiting
 kernels by `words[0] = 1`.
 """
 
@@ -29,8 +29,8 @@ __all__ = [
     "Bounds",
     "CudaLauncher",
     "GpuKernels",
+    "KernelArray",
     "Launcher",
-    "Span",
     "Told",
     "open_kernels",
     "open_launcher",
@@ -47,7 +47,7 @@ ALIGNED = 64
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-class Span:
+class KernelArray:
     """Memory that kernels can access, described by the interface of CUDA arrays."""
 
     def __init__(self, described: dict[str, Any], owner: Any = None) -> None:
@@ -62,26 +62,26 @@ class Span:
         typestr: str,
         strides: tuple[int, ...] | None = None,
         owner: Any = None,
-    ) -> Span:
+    ) -> KernelArray:
         """Describe elements at an address, in memory that lives as long as its owner."""
         described = {"data": (address, False), "shape": shape, "typestr": typestr, "strides": strides, "version": 3}
         return cls(described, owner)
 
     @classmethod
-    def of(cls, array: NDArray[Any]) -> Span:
+    def of(cls, array: NDArray[Any]) -> KernelArray:
         """Describe a NumPy array in memory from the launcher's `host`."""
         return cls(array.__array_interface__, array)
 
     def __len__(self) -> int:
         return int(self.__cuda_array_interface__["shape"][0])
 
-    def __getitem__(self, rows: slice) -> Span:
-        return self.first(len(range(len(self))[rows]))
+    def __getitem__(self, rows: slice) -> KernelArray:
+        return self.first_rows(len(range(len(self))[rows]))
 
-    def first(self, rows: int) -> Span:
+    def first_rows(self, rows: int) -> KernelArray:
         """Return the first `rows` rows."""
         described = self.__cuda_array_interface__
-        return Span({**described, "shape": (rows, *described["shape"][1:])}, self._owner)
+        return KernelArray({**described, "shape": (rows, *described["shape"][1:])}, self._owner)
 
 
 class Launcher(Protocol):
@@ -223,7 +223,7 @@ class GpuKernels:
         """The flags, in host memory."""
         self._flags = self.words.ctypes.data, self._of(self._state, "<u4")
 
-    def numbered(
+    def number_rows(
         self, ids: Any, experts: int, local: int, ranks: int, by_rank: bool, out: Any, *, begins: bool = False,
         raises: int = 0,
     ) -> tuple[Any, Any]:  # fmt: skip
@@ -232,7 +232,7 @@ class GpuKernels:
         ids: int32, uint32 or int64. The next call overwrites the returned arrays. Raises UsageError for other ids.
         """
         rows, copies = self._rows[:experts], self._copies[:ranks]
-        (tokens, top_k), kind = self._shape(ids), self._described(ids)["typestr"]
+        (tokens, top_k), kind = self._shape(ids), self._describe_array(ids)["typestr"]
         if kind not in ("<i4", "<u4", "<i8"):
             raise UsageError(f"ids: expected int32, uint32 or int64, got {kind}")
         numbers = [self._of(ids, kind), int(kind[2]), tokens, top_k, experts, local, ranks, int(by_rank)]
@@ -245,13 +245,13 @@ class GpuKernels:
         self, ids: Any, weights: Any, numbered: tuple[Any, Any], counts: tuple[Any, Any], bounds: Bounds, tail: Any,
         told: Told, *, raises: int = 0,
     ) -> None:  # fmt: skip
-        """Fill `told` from the results of `numbered` for the same ids: `counts` is its return value.
+        """Fill `told` from the results of `number_rows` for the same ids: `counts` is its return value.
 
         `numbered` holds the positions of rows, and those of copies by rank, or None if rows are sent. `tail` (tokens,
         4 + 8 * k) gets the bytes that travel behind each token.
         """
         (rows, copies), (position, copy) = counts, numbered
-        (tokens, top_k), kind, behind = self._shape(ids), self._described(ids)["typestr"], self._lines(tail)
+        (tokens, top_k), kind, behind = self._shape(ids), self._describe_array(ids)["typestr"], self._lines(tail)
         experts, ranks = self._shape(rows)[0], self._shape(copies)[0]
         numbers = [self._of(ids, kind), int(kind[2]), self._of(weights, "<f4"), self._of(position, "<i4")]
         numbers += [0 if copy is None else self._of(copy, "<i4"), self._of(rows, "<i4"), self._of(copies, "<i4")]
@@ -326,18 +326,18 @@ class GpuKernels:
             raise UsageError(f"{kinds} kinds of rows for kernels that were opened for {self._kinds}")
         return (self._shared(0), self._of(self._work, "<u4")) if self._large else (self._shared(kinds), 0)
 
-    def _described(self, array: Any) -> dict[str, Any]:
+    def _describe_array(self, array: Any) -> dict[str, Any]:
         found: dict[str, Any] | None = getattr(array, self._launcher.interface, None)
         if found is None:
             raise UsageError(f"an array in the GPU's memory is expected, got {type(array).__name__}")
         return found
 
     def _shape(self, array: Any) -> tuple[int, ...]:
-        return tuple(self._described(array)["shape"])
+        return tuple(self._describe_array(array)["shape"])
 
     def _of(self, array: Any, typestr: str) -> int:
         """Return the address of a contiguous array of numbers. Raises UsageError for any other array."""
-        found = self._described(array)
+        found = self._describe_array(array)
         size, strides = int(found["typestr"][2:]), found.get("strides")
         together = [size * int(np.prod(found["shape"][axis + 1 :])) for axis in range(len(found["shape"]))]
         if typestr != found["typestr"] or (strides and 0 not in found["shape"] and together != [*strides]):
@@ -346,7 +346,7 @@ class GpuKernels:
 
     def _lines(self, array: Any) -> _Lines:
         """Return rows of bytes in the form that kernels take. Raises UsageError for any other array."""
-        found = self._described(array)
+        found = self._describe_array(array)
         rows, nbytes = found["shape"]
         strides = found.get("strides") or (nbytes, 1)
         if found["typestr"] != "|u1" or (nbytes > 1 and strides[1] != 1):

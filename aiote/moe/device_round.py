@@ -30,11 +30,11 @@ import aiote
 from .arrays import RAW
 from .batch import Batch
 from .config import ITEMSIZES
-from .device import Bounds, GpuKernels, Launcher, Span, Told
+from .device import Bounds, GpuKernels, KernelArray, Launcher, Told
 from .lane import IDS, Lane
-from .plan import Plan
-from .posting import Write
-from .round import Given, Round
+from .plan import RoundPlan
+from .posting import OutboxWrite
+from .round import DispatchArguments, Round
 from .runs import unfold
 from .states import GroupBrokenError
 from .wire import ANSWER, HEADER, PAYLOAD, ROUTE, Route
@@ -56,10 +56,10 @@ _kept: list[DeviceLane] = []
 
 def keep(*lanes: DeviceLane) -> None:
     """Keep the memory of these lanes until the GPU no longer uses it, and release that of earlier calls once idle."""
-    _kept[:] = [lane for lane in (*_kept, *lanes) if not lane.idle]
+    _kept[:] = [lane for lane in (*_kept, *lanes) if not lane.is_idle]
 
 
-def described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
+def describe_cuda_array(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
     """Return the address of an array in a GPU's memory, its shape, its strides in bytes, and the name of its type.
 
     Raises UsageError for any other array.
@@ -78,12 +78,12 @@ def described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, .
     return found["data"][0], shape, tuple(found.get("strides") or together), name
 
 
-def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Span:
+def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> KernelArray:
     """Return an array as lines of bytes, in place, as `arrays.lines` does. All lines must be equally far apart.
 
     Raises UsageError.
     """
-    address, found, strides, name = described(what, array)
+    address, found, strides, name = describe_cuda_array(what, array)
     size = ITEMSIZES[dtype]
     fits = len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
     if not fits or name not in (dtype, RAW[size]):
@@ -93,7 +93,7 @@ def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: st
     regular = len(found) == 2 or found[0] <= 1 or strides[0] == found[1] * step
     if rows and ((found[-1] > 1 and strides[-1] != size) or step < 0 or not regular):
         raise aiote.UsageError(f"{what}: elements of a row lie together, and rows equally far apart, not {strides}")
-    return Span.at(address, (rows, found[-1] * size), "|u1", (step, 1), array)
+    return KernelArray.at(address, (rows, found[-1] * size), "|u1", (step, 1), array)
 
 
 class DeviceKernels:
@@ -109,12 +109,12 @@ class DeviceKernels:
         """Begin a round, which overwrites the arrays that the last round kept."""
         self._taken = 0
 
-    def _kept(self, array: NDArray[Any]) -> Span:
+    def _kept(self, array: NDArray[Any]) -> KernelArray:
         length = -(-array.nbytes // 8)
         kept = self._scratch[self._taken : self._taken + length].view(array.dtype)[: array.size]
         self._taken += length
         kept[:] = array.ravel()
-        return Span.of(kept.reshape(array.shape))
+        return KernelArray.of(kept.reshape(array.shape))
 
     def copy_runs(self, to: Any, source: Any, runs: NDArray[np.int64], nbytes: int, *, raises: int = 0) -> None:
         """Copy the first `nbytes` of rows, for each run (row in `to`, row in `source`, count)."""
@@ -127,15 +127,15 @@ class DeviceKernels:
         factors = self._kept(weights) if isinstance(weights, np.ndarray) else weights
         self._gpu.combine(_reached(out), _reached(rows), self._kept(places), factors, dtype, accumulate)
 
-    def spread(self, to: Any, source: Any, at: NDArray[np.int32]) -> None:
+    def spread_rows(self, to: Any, source: Any, at: NDArray[np.int32]) -> None:
         """Copy each row to all places that `at` (rows, k) names."""
         rows, there = _reached(source), _reached(to)
-        nothing = Span.at(0, (len(rows), 0), "|u1", (0, 1))
+        nothing = KernelArray.at(0, (len(rows), 0), "|u1", (0, 1))
         self._gpu.pack(there, there, 0, 0, self._kept(at), rows, nothing, nothing, 0, 0)
 
 
 def _reached(rows: Any) -> Any:
-    return Span.of(rows) if isinstance(rows, np.ndarray) else rows
+    return KernelArray.of(rows) if isinstance(rows, np.ndarray) else rows
 
 
 class DeviceLane(Lane):
@@ -148,7 +148,7 @@ class DeviceLane(Lane):
         launcher: Launcher = group.launcher
         self.launcher = launcher
         self.gpu = GpuKernels(launcher, config.experts, sizes.ranks)
-        self.turn = 0
+        self.flag_value = 0
         """The number of the last launched round, as flags have it: it wraps at 32 bits."""
         items = config.tokens * config.top_k
         # Scratch for three sets of runs, of three numbers for each source and expert, and for places. With copies by
@@ -181,7 +181,7 @@ class DeviceLane(Lane):
         """Return the word of a flag, to wait for it."""
         return self.gpu.words[number : number + 1]
 
-    def given(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> Given:
+    def read_arguments(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> DispatchArguments:
         """Return the arrays that a round is given, in the form that kernels take. Raises UsageError."""
         config, shape = self.sizes.config, (len(ids), self.sizes.config.top_k)
         rows = device_lines("x", x, (len(ids), config.hidden), config.dtype)
@@ -189,42 +189,42 @@ class DeviceLane(Lane):
         if config.scales:
             beside = device_lines("scales", scales, (len(ids), config.scales), config.scale_dtype)
         else:
-            beside = Span.at(0, (len(ids), 0), "|u1", (0, 1))
+            beside = KernelArray.at(0, (len(ids), 0), "|u1", (0, 1))
         numbered = self.numbers("topk_ids", ids, shape, IDS, tokens)
         weighed = self.numbers("topk_weights", weights, shape, ("float32",), tokens)
-        return Given(tokens, rows.first(tokens), numbered, weighed, beside.first(tokens), x)
+        return DispatchArguments(tokens, rows.first_rows(tokens), numbered, weighed, beside.first_rows(tokens), x)
 
-    def numbers(self, what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...], rows: int) -> Span:
+    def numbers(self, what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...], rows: int) -> KernelArray:
         """Return the first rows of a small array of numbers, as a contiguous copy if need be. Raises UsageError.
 
         All copies of one argument share a buffer: in the order of the stream, each is used before the next is made.
         """
-        address, found, strides, name = described(what, array)
+        address, found, strides, name = describe_cuda_array(what, array)
         if found != shape or name not in names:
             raise aiote.UsageError(f"{what}: expected {' or '.join(names)} of shape {shape}, got {name} {found}")
         size, width, (down, across) = np.dtype(name).itemsize, shape[1], strides
         if not rows or ((down, across) == (width * size, size) and address % size == 0):
-            return Span.at(address, (rows, width), np.dtype(name).str, owner=array)
-        room = described(what, self.rooms[what])[0]
+            return KernelArray.at(address, (rows, width), np.dtype(name).str, owner=array)
+        room = describe_cuda_array(what, self.rooms[what])[0]
         pieces = [(0, width * size)] if across == size else [(column, size) for column in range(width)]
-        at, nothing = Span.of(self.in_order[:rows].reshape(-1, 1)), Span.at(0, (rows, 0), "|u1", (0, 1))
+        at, nothing = KernelArray.of(self.in_order[:rows].reshape(-1, 1)), KernelArray.at(0, (rows, 0), "|u1", (0, 1))
         for column, nbytes in pieces:
-            to = Span.at(room + column * size, (rows, nbytes), "|u1", (width * size, 1))
-            there = Span.at(address + column * across, (rows, nbytes), "|u1", (down, 1), array)
+            to = KernelArray.at(room + column * size, (rows, nbytes), "|u1", (width * size, 1))
+            there = KernelArray.at(address + column * across, (rows, nbytes), "|u1", (down, 1), array)
             self.gpu.pack(to, to, 0, 0, at, there, nothing, nothing, 0, 0)
-        return Span.at(room, (rows, width), np.dtype(name).str, owner=array)
+        return KernelArray.at(room, (rows, width), np.dtype(name).str, owner=array)
 
-    def round_of(self, given: Given) -> Round:
+    def round_of(self, given: DispatchArguments) -> Round:
         """Return a new round for these tokens."""
         return DeviceRound(self, given)
 
-    async def over(self, transfer: aiote.Transfer) -> None:
+    async def wait_transfer(self, transfer: aiote.Transfer) -> None:
         """Wait for a transfer of the round. Raises the reason why the group is broken, else the transfer's error."""
         try:
             await transfer
         except (aiote.TransferError, aiote.PeerError) as error:
             self.group.membership.require_whole()
-            raise self.named(error) from error
+            raise self.name_rank(error) from error
 
     async def guard(self, rank: int, transfer: aiote.Transfer) -> None:
         """Wait for a transfer; if it fails, break the group or lose the transfer's rank.
@@ -240,7 +240,7 @@ class DeviceLane(Lane):
                 return
             lies = isinstance(cause, aiote.FabricError) and cause.errno in FAULTS
             if lies or self.group.config.on_loss == "raise":
-                self.group.fail(self.named(error), "a write that a GPU has released")
+                self.group.fail(self.name_rank(error), "a write that a GPU has released")
             else:
                 self.group.lose(rank, str(error))
 
@@ -251,7 +251,7 @@ class DeviceLane(Lane):
         """
         await super().drain()
         posting, engine = self.group.posting, self.group.engine
-        if posting is None or not self.turn:
+        if posting is None or not self.flag_value:
             return
         try:
             self.signal(IDLE)
@@ -262,7 +262,7 @@ class DeviceLane(Lane):
         if engine.closed:
             return
         with anyio.move_on_after(KERNELS_S) as scope, suppress(aiote.AioteError):
-            await posting.told(self.flag(IDLE), self.turn)
+            await posting.submit_flag_wait(self.flag(IDLE), self.flag_value)
         keep()
         if scope.cancelled_caught:
             raise GroupBrokenError(
@@ -271,14 +271,14 @@ class DeviceLane(Lane):
             )
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether all kernels launched before the last `signal(IDLE)` have run."""
-        return int(self.gpu.words[IDLE]) == self.turn
+        return int(self.gpu.words[IDLE]) == self.flag_value
 
     def signal(self, flag: int) -> None:
         """Launch a kernel that raises a flag once all kernels launched before have run."""
-        nothing = Span.at(0, (0, 3), "<i8")
-        rows = Span.at(0, (1, 16), "|u1")
+        nothing = KernelArray.at(0, (0, 3), "<i8")
+        rows = KernelArray.at(0, (1, 16), "|u1")
         self.gpu.copy_runs(rows, rows, nothing, 16, raises=flag)
 
 
@@ -287,7 +287,7 @@ class DeviceRound(Round):
 
     _lane: DeviceLane
 
-    def __init__(self, lane: DeviceLane, given: Given) -> None:
+    def __init__(self, lane: DeviceLane, given: DispatchArguments) -> None:
         super().__init__(lane, given)
         self._kernels = lane.kernels
         self._own_received = False
@@ -310,7 +310,9 @@ class DeviceRound(Round):
         self._submit(ROUTED, lane.others, (lane.routed, *alike), ROUTE)
         # The host packs the rows beyond the private parts, and reads which experts copies are for, including its own.
         self._reads_rows = self._by_rank or sizes.shared > 0
-        self._told = {flag: self._tell(flag) for flag in ((ROUTED, PACKED) if self._reads_rows else (ROUTED,))}
+        self._told = {
+            flag: self._submit_flag_wait(flag) for flag in ((ROUTED, PACKED) if self._reads_rows else (ROUTED,))
+        }
         if not sizes.direct:
             to = np.full(len(lane.others), self._base() + where.rows_at + me * sizes.private * sizes.row, np.int64)
             self._submit(PACKED, lane.others, (lane.lengths, lane.here, to), PAYLOAD)
@@ -320,16 +322,18 @@ class DeviceRound(Round):
         lane, sizes, config, given, tokens = self._lane, self._sizes, self._config, self._given, self._tokens
         gpu, position, where = lane.gpu, lane.position[:tokens], self._group.memory.map
         shape = config.experts, sizes.local, sizes.ranks
-        counts = gpu.numbered(given.ids, *shape, False, position, begins=True)
-        lane.turn = lane.turn + 1 & 0xFFFFFFFF
+        counts = gpu.number_rows(given.ids, *shape, False, position, begins=True)
+        lane.flag_value = lane.flag_value + 1 & 0xFFFFFFFF
         copy = lane.copy[:tokens] if self._by_rank else None
         if copy is not None:
-            gpu.numbered(given.ids, *shape, True, copy)
+            gpu.number_rows(given.ids, *shape, True, copy)
         at, weights = self._outbox() + where.sent_at, lane.weights[:tokens]
         bounds = Bounds(
             sizes.local, self._group.rank, sizes.private, sizes.row, at, *sizes.most_of_source(), where.route
         )
-        small = [Span.of(one) for one in (self._position, self._copy, said, lane.lengths, lane.here, lane.routed)]
+        small = [
+            KernelArray.of(one) for one in (self._position, self._copy, said, lane.lengths, lane.here, lane.routed)
+        ]
         told = Told(weights, *small)
         tail = lane.tail[:tokens]
         gpu.describe(given.ids, given.weights, (position, copy), counts, bounds, tail, told, raises=ROUTED)
@@ -339,19 +343,19 @@ class DeviceRound(Round):
     def _pack_all(self) -> None:
         """Launch the kernel that packs tokens into the outbox, including those for this rank's own experts."""
         lane, sizes, given, tokens = self._lane, self._sizes, self._given, self._tokens
-        sent = Span.of(self._memory.sent)
+        sent = KernelArray.of(self._memory.sent)
         at: Any = (lane.copy if self._by_rank else lane.position)[:tokens]
         if sizes.direct:
-            at = Span.of(lane.in_order[:tokens].reshape(-1, 1))
+            at = KernelArray.of(lane.in_order[:tokens].reshape(-1, 1))
         parts = given.x, given.scales, lane.tail[:tokens]
         lane.gpu.pack(sent, sent, 0, 0, at, *parts, sizes.scales_at, sizes.token_at, raises=PACKED)
 
-    def _tell(self, flag: int) -> aiote.Transfer:
+    def _submit_flag_wait(self, flag: int) -> aiote.Transfer:
         """Return a transfer that ends when a flag is raised."""
         posting, lane = self._group.posting, self._lane
         assert posting is not None
-        made = posting.told(lane.flag(flag), lane.turn)
-        lane.post([(-1, made)])
+        made = posting.submit_flag_wait(lane.flag(flag), lane.flag_value)
+        lane.keep_transfers([(-1, made)])
         return made
 
     def _submit(self, flag: int, ranks: Sequence[int], numbers: Any, kind: int) -> None:
@@ -362,32 +366,32 @@ class DeviceRound(Round):
             return
         # The host does not know yet which ranks get no rows. Such a rank may leave before the others are written to, so
         # each rank's write is a transfer of its own.
-        submit = posting.when_alone if numbers[0] is lane.lengths else posting.when
+        submit = posting.post_when_alone if numbers[0] is lane.lengths else posting.post_when
         try:
-            made = submit(lane.flag(flag), lane.turn, ranks, numbers, self._slot(kind))
+            made = submit(lane.flag(flag), lane.flag_value, ranks, numbers, self._slot(kind))
         except aiote.PeerError as error:
-            raise lane.named(error) from error
-        lane.post(made)
+            raise lane.name_rank(error) from error
+        lane.keep_transfers(made)
         for rank, transfer in made:
             # No step awaits this transfer before the other ranks need its data, so a task does.
-            group.beside(lane.guard, rank, transfer)
+            group.start_task(lane.guard, rank, transfer)
 
     async def _receive(self) -> Batch:
         lane, sizes, config = self._lane, self._sizes, self._config
-        await lane.over(self._told[ROUTED])
+        await lane.wait_transfer(self._told[ROUTED])
         said = self._memory.own_routes[self._parity, HEADER:].astype(np.int64)
         self._experts = said[: config.experts]
         self._copies = said[config.experts : config.experts + sizes.ranks]
         if sizes.may_overflow(self._experts):
             # No write was posted. Wait until the posting thread no longer reads the numbers.
-            await lane.sent()
+            await lane.wait_sent()
         self._require_room()
         sent = self._copies if self._by_rank else sizes.for_ranks(self._experts)
         self._starts = np.cumsum(sent) - sent
         self._group.counted.sent_rows += int(sent.sum())
         self._group.counted.sent_bytes += int(lane.routed.sum()) + (0 if sizes.direct else int(lane.lengths.sum()))
         if self._reads_rows:
-            await lane.over(self._told[PACKED])
+            await lane.wait_transfer(self._told[PACKED])
         return await super()._receive()
 
     def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
@@ -397,27 +401,27 @@ class DeviceRound(Round):
             self._submit(ANSWERED if kind == ANSWER else PACKED, [rank] * len(here), (lengths, here, there), kind)
             self._group.counted.sent_bytes += nbytes * len(here)
 
-    def _spread(self, rows: Any, at: NDArray[np.int32]) -> None:
-        self._kernels.spread(self._memory.placed, rows, at)
+    def _spread_rows(self, rows: Any, at: NDArray[np.int32]) -> None:
+        self._kernels.spread_rows(self._memory.placed, rows, at)
 
-    def _place(self, plan: Plan) -> int | None:
+    def _place(self, plan: RoundPlan) -> int | None:
         if self._by_rank:
-            liar = self._unfold(plan)
-            if liar is None:
+            faulty = self._unfold(plan)
+            if faulty is None:
                 self._place_copies(plan)
-            return liar
+            return faulty
         memory, row = self._memory, self._sizes.row
         if self._sizes.direct:
             runs = [plan.runs(rank, plan.me)[:, [0, 0, 2]] for rank in self._came]
         else:
-            runs = [plan.arrived(rank) for rank in self._came]
+            runs = [plan.received_runs(rank) for rank in self._came]
             own = plan.runs(plan.me, plan.me) + np.array([0, self._starts[plan.me], 0])
             self._kernels.copy_runs(memory.placed, memory.sent, own, row)
         if runs:
             self._kernels.copy_runs(memory.placed, memory.received, np.concatenate(runs), row)
         return None
 
-    def _unfold(self, plan: Plan) -> int | None:
+    def _unfold(self, plan: RoundPlan) -> int | None:
         """Find the places of copies on the CPU before any is moved; return a rank whose copies do not fit its route."""
         self._memory.copies.fill(-1)
         for source in sorted((plan.me, *self._came)):
@@ -425,7 +429,7 @@ class DeviceRound(Round):
                 return source
         return None
 
-    def _place_copies(self, plan: Plan) -> None:
+    def _place_copies(self, plan: RoundPlan) -> None:
         """Launch the kernels that move copies to their experts' rows, or, in layout "rank", to their source's rows."""
         memory, sizes, me = self._memory, self._sizes, plan.me
         tokens, own = self._config.tokens, self._copies_of(plan, me)
@@ -437,12 +441,12 @@ class DeviceRound(Round):
             ids = memory.copies.reshape(len(memory.copies), -1).view(np.uint8)
             self._kernels.copy_runs(memory.topk_ids.reshape(len(ids), -1).view(np.uint8), ids, every, ids.shape[1])
             return
-        self._spread(own, memory.copies[me, : len(own)])
+        self._spread_rows(own, memory.copies[me, : len(own)])
         others = memory.copies.copy()
         others[me] = -1
-        self._spread(memory.received, others.reshape(-1, self._config.top_k))
+        self._spread_rows(memory.received, others.reshape(-1, self._config.top_k))
 
-    def _write(self, writes: list[Write], kind: int) -> None:
+    def _write(self, writes: list[OutboxWrite], kind: int) -> None:
         if kind != ANSWER:
             super()._write(writes, kind)
             return
@@ -455,7 +459,7 @@ class DeviceRound(Round):
     def _poison(self) -> None:
         lane, placed = self._lane, self._memory.placed
         rows, row = len(placed), self._sizes.row
-        source = Span.at(lane.poison.ctypes.data, (rows, row), "|u1", (0, 1))
+        source = KernelArray.at(lane.poison.ctypes.data, (rows, row), "|u1", (0, 1))
         self._kernels.copy_runs(placed, source, np.array([[0, 0, rows]]), row)
 
     def _in_place(self, y: Any) -> bool:

@@ -12,8 +12,8 @@ import aiote
 
 from . import fp8
 from .batch import Batch
+from .blocking import HeldGroup, PendingStep
 from .config import MoeConfig, Sizes
-from .held import HeldGroup, Pending
 from .memory import LaneMap
 from .round import Round
 from .states import MoeOverflowError
@@ -31,12 +31,12 @@ class Shape:
     """A group for dispatches of one shape, and the dispatch that owns each of its lanes."""
 
     def __init__(self, held: HeldGroup, number: int, nbytes: int) -> None:
-        self.held, self.number, self.nbytes = held, number, nbytes
+        self.group, self.number, self.nbytes = held, number, nbytes
         self._owners: list[Dispatched | None] = [None] * held.config.lanes
-        self._ends: list[Pending[Any] | None] = [None] * held.config.lanes
+        self._ends: list[PendingStep[Any] | None] = [None] * held.config.lanes
         self._turn = 0
 
-    def take(self, made: Dispatched, lane: int | None = None) -> int:
+    def take_lane(self, made: Dispatched, lane: int | None = None) -> int:
         """Give a dispatch a lane, and return it: `lane` if given, else a free one, else the oldest dispatch's.
 
         Ends the round of the lane's previous owner. The choice depends on the order of calls, never on time, because
@@ -48,7 +48,7 @@ class Shape:
         old = self._owners[lane]
         if old is not None and old is not made:
             old.give_up()
-        self.wait(lane)
+        self.wait_sums(lane)
         self._owners[lane] = made
         self._turn = lane + 1
         return lane
@@ -61,15 +61,15 @@ class Shape:
         """Return whether a dispatch still owns the lane, because its round has not been combined."""
         return self._owners[lane] is made
 
-    def drop(self, lane: int) -> None:
+    def free_lane(self, lane: int) -> None:
         """Free a lane whose round has not begun."""
         self._owners[lane] = None
 
-    def end(self, lane: int, end: Pending[Any]) -> None:
+    def end_round(self, lane: int, end: PendingStep[Any]) -> None:
         """Free a lane for the next dispatch, which then waits for `end`: the sums of this lane's round."""
         self._owners[lane], self._ends[lane] = None, end
 
-    def wait(self, lane: int) -> None:
+    def wait_sums(self, lane: int) -> None:
         """Wait for the sums of a lane's last round."""
         end, self._ends[lane] = self._ends[lane], None
         if end is not None:
@@ -77,7 +77,7 @@ class Shape:
 
     def close(self) -> None:
         """Leave the group."""
-        self.held.close()
+        self.group.close()
 
 
 class Handle(tuple[Any, ...]):
@@ -93,7 +93,7 @@ class Dispatched:
         self, shape: Shape, ids: torch.Tensor, sizes: tuple[int, int, int], ue8m0: bool, stats: torch.Tensor | None
     ) -> None:
         self._shape, self._ue8m0, self._stats = shape, ue8m0, stats
-        self._held, config = shape.held, shape.held.config
+        self._held, config = shape.group, shape.group.config
         self._ids, self.tokens = ids.clone(), len(ids)
         most, hidden, experts = sizes
         ranks = self._held.moe.sizes.ranks
@@ -113,19 +113,19 @@ class Dispatched:
         self._round: Round
         self._batch: Batch
 
-    def send(self, x: torch.Tensor, round_scale: bool) -> Pending[Batch]:
-        """Send the tokens. The returned `Pending` waits for the tokens of the other ranks, and fills the tensors."""
+    def send(self, x: torch.Tensor, round_scale: bool) -> PendingStep[Batch]:
+        """Send the tokens. The returned `PendingStep` waits for the other ranks' tokens, and fills the tensors."""
         scales = None
         if self._scales is not None:
             x, scales = fp8.cast(x, round_scale)
-        self._lane = self._shape.take(self)
+        self._lane = self._shape.take_lane(self)
         try:
             self._begin(x, scales)
         except aiote.UsageError:
             # The round has not begun, so the next dispatch may have the lane.
-            self._shape.drop(self._lane)
+            self._shape.free_lane(self._lane)
             raise
-        self.finish = Pending(self._held.start(self._round.dispatch_recv()), self._fill)
+        self.finish = PendingStep(self._held.start(self._round.dispatch_recv()), self._fill_tensors)
         return self.finish
 
     def _begin(self, x: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -136,7 +136,7 @@ class Dispatched:
 
         self._round = self._held.run(send)
 
-    def _fill(self, batch: Batch) -> None:
+    def _fill_tensors(self, batch: Batch) -> None:
         """Copy the received rows into the tensors, because the next round of the lane overwrites its memory."""
         self._batch = batch
         x, scales, token = batch.x, batch.scales, torch.from_numpy(batch.token)
@@ -155,7 +155,7 @@ class Dispatched:
         if self._stats is not None:
             self._stats += self.count
 
-    def skipped(self, ids: torch.Tensor) -> NDArray[np.bool_]:
+    def find_skipped(self, ids: torch.Tensor) -> NDArray[np.bool_]:
         """Return which ids are -1 in a combine. Raises UsageError if other ids differ from the dispatched ones."""
         here = self._ids
         if ids.shape != here.shape or not torch.equal(torch.where(ids < 0, here, ids.to(here.dtype)), here):
@@ -166,16 +166,16 @@ class Dispatched:
     def answers(self) -> torch.Tensor:
         """Return memory for the experts' results; a combine sends them from there without a copy."""
         if not self._shape.owns(self, self._lane):
-            self._shape.wait(self._lane)
+            self._shape.wait_sums(self._lane)
         y: torch.Tensor = self._batch.y
         return y
 
     def combine(
         self, y: torch.Tensor | None, weights: torch.Tensor, skipped: NDArray[np.bool_], out: torch.Tensor
-    ) -> Pending[Any]:
-        """Send the experts' results back. The returned `Pending` waits for the sums."""
+    ) -> PendingStep[Any]:
+        """Send the experts' results back. The returned `PendingStep` waits for the sums."""
         if not self._shape.owns(self, self._lane):
-            self._again()
+            self._dispatch_zeros()
         round = self._round
 
         def send() -> None:
@@ -183,16 +183,16 @@ class Dispatched:
             round.combine_send(y)
 
         self._held.run(send)
-        return self._combined(out)
+        return self._begin_combine(out)
 
-    def _combined(self, out: torch.Tensor | None) -> Pending[Any]:
-        end = Pending(self._held.start(self._round.combine_recv(out)))
-        self._shape.end(self._lane, end)
+    def _begin_combine(self, out: torch.Tensor | None) -> PendingStep[Any]:
+        end = PendingStep(self._held.start(self._round.combine_recv(out)))
+        self._shape.end_round(self._lane, end)
         return end
 
-    def _again(self) -> None:
+    def _dispatch_zeros(self) -> None:
         """Dispatch tokens of zeros once more, to begin the round that a second or later combine needs."""
-        self._shape.take(self, self._lane)
+        self._shape.take_lane(self, self._lane)
         config = self._held.config
         x = torch.zeros(self.tokens, config.hidden, dtype=self._x.dtype)
         self._begin(x, torch.zeros(self.tokens, config.scales) if config.scales else None)
@@ -207,4 +207,4 @@ class Dispatched:
             return
         round = self._round
         self._held.run(round.combine_send)
-        self._combined(None)
+        self._begin_combine(None)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 import aiote
 
 from .. import service
-from ..service.background import Bell, TaskScope, to_the_end
-from .arrivals import Immediates
+from ..service.background import LazySignal, TaskScope, run_shielded
+from .arrivals import EpochImmediates
 from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
@@ -23,7 +23,7 @@ from .device_round import DeviceLane
 from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of, within_reach
 from .lane import Lane
 from .memory import RankMemory
-from .posting import Inbox, Posting, groups_alone
+from .posting import LeasedInbox, Posting, groups_alone
 from .round import Round
 from .states import GroupBrokenError, Membership
 from .statistics import MoeStatistics
@@ -60,10 +60,10 @@ class MoeGroup:
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
         self.memory = RankMemory(self.sizes, self.launcher)
         self.posting: Posting | None = None
-        self._immediates: Immediates | None = None
+        self._immediates: EpochImmediates | None = None
         self.service: type[MoeService] = service_of(group)
         self.counted = MoeStatistics(
-            expert_rows=np.zeros(self.sizes.held(rank), np.int64),
+            expert_rows=np.zeros(self.sizes.experts_of(rank), np.int64),
             rank_rows=np.zeros(self.sizes.ranks, np.int64),
             waited_for=np.zeros(self.sizes.ranks),
         )
@@ -71,7 +71,7 @@ class MoeGroup:
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
         self._ready, self._leaving = 0, False
         self._entering: anyio.CancelScope | None = None
-        self._changed = Bell()
+        self._changed = LazySignal()
         self._peers: dict[int, aiote.Peer] = {}
         self._tasks: TaskScope | None = None
 
@@ -145,7 +145,7 @@ class MoeGroup:
         """Break the group on every rank. A rank that stops between two steps calls it, because others wait for it."""
         self.membership.break_by(GroupBrokenError(f"rank {self.rank}: {reason}"))
         # Tell the others even if the group is broken already: an unfinished reset may not have told them.
-        self._broken(f"abort: {reason}")
+        self._stop_steps(f"abort: {reason}")
 
     async def reset(self) -> None:
         """Begin a new epoch without any round in progress. Every rank that takes part calls it.
@@ -180,14 +180,14 @@ class MoeGroup:
             error if isinstance(error, aiote.AioteError) else GroupBrokenError(f"{step} was interrupted: {error!r}")
         )
         if self.membership.break_by(broken):
-            self._broken(f"{step}: {error!r}")
+            self._stop_steps(f"{step}: {error!r}")
 
-    def beside(self, body: Callable[..., Any], *arguments: Any) -> None:
+    def start_task(self, body: Callable[..., Any], *arguments: Any) -> None:
         """Run a task beside the rounds, until the group is left."""
         if self._tasks is not None:
             self._tasks.start(body, *arguments)
 
-    def _broken(self, tell: str) -> None:
+    def _stop_steps(self, tell: str) -> None:
         if self._entering is not None:
             self._entering.cancel()
         for lane in self._lanes:
@@ -195,9 +195,9 @@ class MoeGroup:
         self._wake()
         if self._tasks is not None:
             for rank in self.membership.active:
-                self._tasks.start(self._tell, rank, self.membership.epoch, tell)
+                self._tasks.start(self._tell_break, rank, self.membership.epoch, tell)
 
-    async def _tell(self, rank: int, epoch: int, reason: str) -> None:
+    async def _tell_break(self, rank: int, epoch: int, reason: str) -> None:
         with suppress(aiote.AioteError):
             await self._client(rank).broke(self.rank, epoch, reason[:200])
 
@@ -207,9 +207,9 @@ class MoeGroup:
         error = aiote.PeerLostError(address, f"rank {rank} of the group: {reason}", operation="moe")
         if rank not in self.membership.active or self.membership.failure is not None:
             return
-        self.membership.lost(rank, error)
+        self.membership.record_loss(rank, error)
         if self.membership.failure is not None:
-            self._broken(str(error))
+            self._stop_steps(str(error))
         elif rank in self._peers:
             self._peers[rank].disconnect(reason)
         self._wake()
@@ -217,7 +217,7 @@ class MoeGroup:
     def _wake(self) -> None:
         for lane in self._lanes:
             lane.wake()
-        self._changed.ring()
+        self._changed.wake_all()
 
     async def _watch(self, rank: int, peer: aiote.Peer) -> None:
         reason = await peer.wait_closed()
@@ -233,7 +233,7 @@ class MoeGroup:
 
     # Calls from peers.
 
-    async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
+    async def admit_rank(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
         """Return the inbox for a member, once this rank is in that epoch; ELSEWHERE for a rank of a later group.
 
         Raises UsageError for another config or other members, and for a number that is no other rank.
@@ -264,13 +264,13 @@ class MoeGroup:
             return False
         return self.members[rank].identity == caller.address.identity and self.membership.takes_part(rank)
 
-    def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
+    def record_break(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         """Record that another rank broke an epoch, if the caller is that rank, and pass it on."""
-        if self._is_member(rank, caller) and self.membership.told(rank, epoch, reason):
+        if self._is_member(rank, caller) and self.membership.record_break(rank, epoch, reason):
             # The rank that broke it may be gone before all have heard. Each rank passes the news on once, so it ends.
-            self._broken(f"rank {rank}: {reason}")
+            self._stop_steps(f"rank {rank}: {reason}")
 
-    async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+    async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
         if self._is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
             self.membership.departed[rank] = rounds
@@ -278,7 +278,7 @@ class MoeGroup:
                 lane.check_departed()
             for lane in self._lanes:
                 # Then the rank revokes its lease, which would end writes to it, and to others in the same request.
-                await lane.quiet()
+                await lane.wait_quiet()
 
     # Epochs.
 
@@ -290,14 +290,14 @@ class MoeGroup:
             for lane in self._lanes:
                 lane.cancel()
             for lane in self._lanes:
-                await to_the_end(lane.drain)
+                await run_shielded(lane.drain)
             await self._take_back()
             await self._enter(self.membership.epoch + 1, back, first=False)
         except BaseException as error:
             # Not all ranks are in this epoch, and some may be in a round of it; the next reset begins another epoch.
             broken = GroupBrokenError(f"rank {self.rank} could not reset the group: {error!r}")
             if self.membership.break_by(broken):
-                self._broken(str(broken))
+                self._stop_steps(str(broken))
             raise
 
     async def _take_back(self) -> None:
@@ -316,7 +316,7 @@ class MoeGroup:
             epoch = self.membership.epoch
             self._open_counters()
             self._ready = epoch
-            self._changed.ring()
+            self._changed.wake_all()
             found = await self._meet_all(epoch, range(self.sizes.ranks) if first else back)
             latest = max([epoch + self.membership.heard, *(met.epoch for met in found.values())])
             if latest == epoch:
@@ -324,7 +324,7 @@ class MoeGroup:
                 break
             await self._take_back()
             self.membership.reset(latest)
-        await self._reach(found)
+        await self._attach_inboxes(found)
 
     def _open_counters(self) -> None:
         """Open new counters on new immediates, so that late writes of an earlier epoch are not counted."""
@@ -333,16 +333,16 @@ class MoeGroup:
         if self._immediates is not None:
             self._immediates.close()
         separate = self.sizes.ranks if self.config.on_loss == "mask" else 0
-        self._immediates = Immediates(self.engine, len(self._lanes), separate)
+        self._immediates = EpochImmediates(self.engine, len(self._lanes), separate)
         for lane in self._lanes:
             lane.open(self._immediates.firsts)
 
-    async def _reach(self, found: dict[int, Meeting]) -> None:
+    async def _attach_inboxes(self, found: dict[int, Meeting]) -> None:
         inboxes, firsts = {}, {}
         for rank in self.membership.active:
             if rank in found:
                 try:
-                    firsts[rank] = found[rank].first(len(self._lanes))
+                    firsts[rank] = found[rank].first_immediate(len(self._lanes))
                     inboxes[rank] = self._inbox(rank, found[rank].inbox)
                 except aiote.UsageError as error:
                     if self.config.on_loss == "raise":
@@ -356,7 +356,7 @@ class MoeGroup:
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, firsts, peers, self.lose, alone)
 
-    def _inbox(self, rank: int, descriptors: Sequence[bytes]) -> Inbox:
+    def _inbox(self, rank: int, descriptors: Sequence[bytes]) -> LeasedInbox:
         parts, owner = self.memory.map.parts(self.rank), self._peers[rank]
         try:
             if len(descriptors) != len(parts):
@@ -367,7 +367,7 @@ class MoeGroup:
             ]
         except aiote.UsageError as error:
             raise aiote.UsageError(f"rank {rank} lends no inbox of its own: {error}") from None
-        return Inbox(parts, regions)
+        return LeasedInbox(parts, regions)
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
         """Ask all ranks that take part for their inboxes, until the group breaks; return the answers by rank.
@@ -380,9 +380,9 @@ class MoeGroup:
         refused: dict[int, aiote.UsageError] = {}
         asked = len(self.membership.active)
 
-        async def one(rank: int) -> None:
+        async def meet_one(rank: int) -> None:
             try:
-                met = await self._meet(rank, epoch, first=rank in late)
+                met = await self._meet_rank(rank, epoch, first=rank in late)
             except aiote.UsageError as error:
                 refused[rank] = error
                 # A rank that refuses this one is masked. If all refuse, this rank is at fault.
@@ -402,14 +402,14 @@ class MoeGroup:
                 self._entering = tasks.cancel_scope
                 if self.membership.failure is None:
                     for rank in self.membership.active:
-                        tasks.start_soon(one, rank)
+                        tasks.start_soon(meet_one, rank)
         finally:
             self._entering = None
         if failed:
             raise failed[0]
         return found
 
-    async def _meet(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
+    async def _meet_rank(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
         """Ask a rank for its inbox, again until it is in the group; return None if it is lost and masked."""
         pause, most = AGAIN_S
         while True:
@@ -467,12 +467,12 @@ class MoeGroup:
                 for rank in self.membership.active:
                     # A rank that left earlier may be in the next group of this number by now.
                     if rank in self._peers and rank not in self.membership.departed:
-                        group.start_soon(self._part, rank, orderly)
+                        group.start_soon(self._tell_departure, rank, orderly)
 
-    async def _part(self, rank: int, orderly: bool) -> None:
+    async def _tell_departure(self, rank: int, orderly: bool) -> None:
         """Tell a rank that this one has left: between two rounds (`orderly`), or inside one, which breaks the group."""
         if not orderly:
-            await self._tell(rank, self.membership.epoch, f"rank {self.rank} has left the group")
+            await self._tell_break(rank, self.membership.epoch, f"rank {self.rank} has left the group")
             return
         with suppress(aiote.AioteError):
             await self._client(rank).left(self.rank, self.membership.epoch, [lane.state.number for lane in self._lanes])

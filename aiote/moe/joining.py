@@ -53,7 +53,7 @@ class Meeting(msgspec.Struct, frozen=True):
     inbox: Annotated[list[Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=3 * MAX_LANES)]
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
 
-    def first(self, lanes: int) -> int:
+    def first_immediate(self, lanes: int) -> int:
         """Return the first immediate. Raises UsageError if the immediates of that many lanes would exceed 28 bits."""
         if self.imm + lanes * SLOTS > 1 << 28:
             raise aiote.UsageError(f"immediates from {self.imm:#x} on, {SLOTS} for each of {lanes} lanes, pass 28 bits")
@@ -67,13 +67,13 @@ ELSEWHERE = Meeting(0, [], 0)
 class RankHost(Protocol):
     """The interface of a rank to the calls of its peers."""
 
-    async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
+    async def admit_rank(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
         """Return this rank's inbox for the calling rank, once this rank is in that epoch or a later one."""
 
-    def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
+    def record_break(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         """Record that another rank broke an epoch, if the caller is that rank."""
 
-    async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+    async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
 
 
@@ -86,17 +86,17 @@ class MoeService(service.Service):
     @service.method(idempotent=True, raises=[aiote.UsageError])
     async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
         """Return this rank's inbox, once it is in that epoch or a later one. Raises UsageError if configs differ."""
-        return await self._host.meet(rank, epoch, digest, service.current_call().peer)
+        return await self._host.admit_rank(rank, epoch, digest, service.current_call().peer)
 
     @service.method(idempotent=True)
     async def broke(self, rank: Rank, epoch: Epoch, reason: Reason) -> None:
         """Receive the news that a rank broke an epoch."""
-        self._host.told(rank, epoch, reason, service.current_call().peer)
+        self._host.record_break(rank, epoch, reason, service.current_call().peer)
 
     @service.method(idempotent=True)
     async def left(self, rank: Rank, epoch: Epoch, rounds: Annotated[list[RoundNumber], Meta(max_length=1024)]) -> None:
         """Receive the news that a rank takes part in no more rounds; return once no write to it is in flight."""
-        await self._host.left(rank, epoch, rounds, service.current_call().peer)
+        await self._host.record_departure(rank, epoch, rounds, service.current_call().peer)
 
 
 def service_of(group: int) -> type[MoeService]:

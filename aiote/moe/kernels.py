@@ -1,7 +1,7 @@
 """The native kernels that move and sum rows on a CPU. This module is the only one that imports them.
 
-The kernels do not allocate; `numbered` allocates the counts that it returns and a copy of the ids. All kernels release
-the interpreter lock.
+The kernels do not allocate; `number_rows` allocates the counts that it returns and a copy of the ids. All kernels
+release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from aiote_native.moe import combine, copy_runs, find_runs, lay_out, pack, route, unfold
 
-__all__ = ["combine", "copy_runs", "find_runs", "lay_out", "numbered", "pack", "unfold"]
+__all__ = ["combine", "copy_runs", "find_runs", "lay_out", "number_rows", "pack", "unfold"]
 
 Places = NDArray[np.int32]
 
 
-def numbered(
+def number_rows(
     ids: NDArray[Any], experts: int, local: int, ranks: int, by_rank: bool, out: Places
 ) -> tuple[Places, Places]:
     """Number rows, or copies by rank, into `out`; return the rows for each expert and the copies for each rank.

@@ -14,10 +14,10 @@ import numpy as np
 
 import aiote
 
-from ..service.background import Bell, to_the_end
+from ..service.background import LazySignal, run_shielded
 from .arrays import elements, lines, plain
-from .arrivals import ALL, KINDS, Arrivals
-from .round import Given, Round
+from .arrivals import ALL, KINDS, LaneCounters
+from .round import DispatchArguments, Round
 from .states import GroupBrokenError, MoeOverflowError, NotBegunError, RoundState
 from .wire import ROUTE, is_of
 
@@ -37,7 +37,7 @@ class Lane:
         self.group, self.number = group, number
         self.state = RoundState()
         self.sizes = group.sizes
-        self._arrivals: Arrivals | None = None
+        self._arrivals: LaneCounters | None = None
         self._transfers: list[tuple[int, aiote.Transfer]] = []
 
     @property
@@ -46,15 +46,15 @@ class Lane:
         return self.group.memory.lanes[self.number]
 
     @property
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> LaneCounters:
         """The counters of the current epoch."""
         assert self._arrivals is not None
         return self._arrivals
 
     def open(self, firsts: Mapping[int, int]) -> None:
-        """Begin an epoch with no round in progress; the others write with these immediates (`Immediates.firsts`)."""
+        """Begin an epoch with no round in progress; others write with these immediates (`EpochImmediates.firsts`)."""
         self.close()
-        self._arrivals = Arrivals(self.group.engine, self.number, firsts)
+        self._arrivals = LaneCounters(self.group.engine, self.number, firsts)
         self.state = RoundState()
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Lane:
         if self._arrivals is not None:
             self._arrivals.wake()
 
-    def lost(self, rank: int | None) -> aiote.AioteError | None:
+    def loss_of(self, rank: int | None) -> aiote.AioteError | None:
         """Return why no more writes come from a rank, or, for None, from any rank; None while they may come."""
         membership = self.group.membership
         if rank is not None and membership.failure is None:
@@ -95,7 +95,7 @@ class Lane:
 
     # Transfers.
 
-    def post(self, transfers: list[tuple[int, aiote.Transfer]]) -> None:
+    def keep_transfers(self, transfers: list[tuple[int, aiote.Transfer]]) -> None:
         """Keep transfers until they have ended."""
         self._transfers += transfers
 
@@ -110,9 +110,9 @@ class Lane:
             one = self._transfers[-1]
             with suppress(aiote.AioteError):
                 await one[1]
-            self._over(one)
+            self._remove_transfer(one)
 
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         """Wait until all posted writes have completed. Ignores failed writes to ranks that need no more of this round.
 
         Another failed write is raised with on_loss="raise"; with on_loss="mask" its rank is lost.
@@ -126,16 +126,16 @@ class Lane:
                     pass
                 elif self.group.config.on_loss == "raise":
                     self.group.membership.require_whole()
-                    raise self.named(error) from error
+                    raise self.name_rank(error) from error
                 else:
                     self.group.lose(rank, str(error))
-            self._over(one)
+            self._remove_transfer(one)
 
-    async def quiet(self) -> None:
+    async def wait_quiet(self) -> None:
         """Wait until all transfers posted so far have ended, successfully or not. Cancelling cancels no transfer."""
-        posted, changed = [transfer for _, transfer in self._transfers], Bell()
+        posted, changed = [transfer for _, transfer in self._transfers], LazySignal()
         for transfer in posted:
-            transfer.add_done_callback(lambda _: changed.ring())
+            transfer.add_done_callback(lambda _: changed.wake_all())
         while not all(transfer.done() for transfer in posted):
             await changed.wait()
 
@@ -144,12 +144,12 @@ class Lane:
         rounds = self.group.membership.departed.get(rank)
         return rounds is not None and rounds[self.number] > self.state.number
 
-    def _over(self, one: tuple[int, aiote.Transfer]) -> None:
+    def _remove_transfer(self, one: tuple[int, aiote.Transfer]) -> None:
         # A reset may drain the same transfers at the same time as the step that it ends.
         if one in self._transfers:
             self._transfers.remove(one)
 
-    def named(self, error: aiote.AioteError) -> aiote.AioteError:
+    def name_rank(self, error: aiote.AioteError) -> aiote.AioteError:
         """Return an error that names the rank if a peer caused it, else the same error."""
         cause = error.cause if isinstance(error, aiote.TransferError) else error
         if not isinstance(cause, aiote.PeerError):
@@ -160,7 +160,7 @@ class Lane:
     # Waiting.
 
     async def wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
-        """Wait as `Arrivals.wait` does, in the current round, and return the ranks that have come.
+        """Wait as `LaneCounters.wait` does, in the current round, and return the ranks that have come.
 
         Counts the seconds of the wait, and those in which one rank's route alone was missing. Loses the ranks that have
         not come, or that counted too many writes.
@@ -169,16 +169,16 @@ class Lane:
         counted, parity, number = self.group.counted, self.state.parity, self.state.number
         late: int | None = None
 
-        def near(rank: int | None) -> None:
+        def record_late(rank: int | None) -> None:
             nonlocal late, since
             now = anyio.current_time()
             if late is not None:
                 counted.waited_for[late] += now - since
             late, since = self._late(parity, number) if rank is None else rank, now
 
-        came = await self.arrivals.wait(kind, parity, needs, self.lost, near if kind == ROUTE else None)
+        came = await self.arrivals.wait(kind, parity, needs, self.loss_of, record_late if kind == ROUTE else None)
         if late is not None:
-            near(late)
+            record_late(late)
         counted.waited[what] += anyio.current_time() - started
         for rank in needs.keys() - set(came):
             self.group.lose(rank, f"it has left the group, and its {what} have not come")
@@ -239,7 +239,7 @@ class Lane:
                 self.cancel()
                 # Kernels that a GPU does not end are reported by the reset, or when the group is left.
                 with suppress(GroupBrokenError):
-                    await to_the_end(self.drain)
+                    await run_shielded(self.drain)
             raise
 
     def begin(self, x: Any, ids: Any, weights: Any, scales: Any, count: int | None) -> Round:
@@ -250,7 +250,7 @@ class Lane:
             raise aiote.UsageError(f"{tokens} tokens: expected from 0 to {min(len(ids), config.tokens)}")
         if scales is not None and not config.scales:
             raise aiote.UsageError("scales: the config has scales=0")
-        given = self.given(tokens, x, ids, weights, scales)
+        given = self.read_arguments(tokens, x, ids, weights, scales)
         with self.step("dispatch_send", self.state, self.state.number):
             for rank, rounds in tuple(self.group.membership.departed.items()):
                 if rounds[self.number] <= self.state.number:
@@ -260,13 +260,13 @@ class Lane:
             made.send()
         return made
 
-    def given(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> Given:
+    def read_arguments(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> DispatchArguments:
         """Return the arrays that a round is given, as lines; weights are copied. Raises UsageError."""
         config, shape = self.sizes.config, (len(ids), self.sizes.config.top_k)
         beside = np.empty((tokens, 0), np.uint8)
         if config.scales:
             beside = lines("scales", scales, (len(ids), config.scales), config.scale_dtype)[:tokens]
-        return Given(
+        return DispatchArguments(
             tokens,
             lines("x", x, (len(ids), config.hidden), config.dtype)[:tokens],
             plain("topk_ids", ids, shape, IDS)[:tokens],
@@ -275,7 +275,7 @@ class Lane:
             x,
         )
 
-    def round_of(self, given: Given) -> Round:
+    def round_of(self, given: DispatchArguments) -> Round:
         """Return a new round for these tokens."""
         return Round(self, given)
 

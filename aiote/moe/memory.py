@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..service.background import to_the_end
+from ..service.background import run_shielded
 from .arrays import Bytes, zeros
 from .config import Sizes, round_up
 from .device import Launcher
@@ -168,7 +168,7 @@ class RankMemory:
             for memory in (self._inbox, self._outbox):
                 self._regions.append(await engine.register_async(memory, "local"))
         except BaseException:
-            await to_the_end(self.close)
+            await run_shielded(self.close)
             raise
 
     def lend(self, rank: int, address: aiote.Address) -> list[bytes]:

@@ -1,17 +1,17 @@
-"""The plan of a round by native code, which rounds use. `plan.Plan` is the reference; both give the same results."""
+"""The plan of a round by native code, which rounds use. `plan.RoundPlan` is the reference; both give equal results."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from . import kernels
-from .plan import Counts, Plan
+from .plan import Counts, RoundPlan
 
 __all__ = ["NativePlan"]
 
 
-class NativePlan(Plan):
-    """A `Plan` whose tables and runs are computed by native code."""
+class NativePlan(RoundPlan):
+    """A `RoundPlan` whose tables and runs are computed by native code."""
 
     def _lay_out(self, counts: Counts) -> None:
         sizes, config, ranks = self.sizes, self.sizes.config, self.sizes.ranks
@@ -38,7 +38,7 @@ class NativePlan(Plan):
         self.sent = rows if copies is None else copies
         self.returned, self.answer = (self.sent, self.start) if config.reduce == "expert" else (rows, answer)
 
-    def _find(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
+    def _find_runs(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
         found = np.empty((self.by_rank[0].size, 3), np.int64)
         ends = np.empty(len(pairs), np.int64)
         one, other = (-1 if rank is None else rank for rank in (source, target))

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiote
 
 from .. import service
-from ..service.background import beside, to_the_end
+from ..service.background import run_background_tasks, run_shielded
 from .config import MoeConfig
 from .device import Launcher
 from .group import MoeGroup
@@ -46,11 +46,11 @@ async def open_group(
         moe.mask(lost, "it was masked when the group opened")
     await moe.memory.register(engine)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(to_the_end, moe.close)
+        stack.push_async_callback(run_shielded, moe.close)
         await stack.enter_async_context(service.serve(engine, moe.service(moe)))
-        tasks = await stack.enter_async_context(beside())
+        tasks = await stack.enter_async_context(run_background_tasks())
         try:
             await moe.open(tasks, open_timeout)
             yield moe
         finally:
-            await to_the_end(moe.leave)
+            await run_shielded(moe.leave)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .config import Sizes
 
-__all__ = ["Counts", "Plan", "Runs"]
+__all__ = ["Counts", "RoundPlan", "Runs"]
 
 Ints = NDArray[np.int64]
 Runs = NDArray[np.int64]
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
     copies: Ints
 
 
-class Plan:
+class RoundPlan:
     """One round on all ranks, seen from rank `me`, in NumPy: the reference for `native_plan.NativePlan`."""
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
@@ -95,11 +95,11 @@ class Plan:
 
     def expert_rows(self) -> Ints:
         """Return how many rows each of this rank's experts keeps (experts of the rank,)."""
-        return self.taken[self.me, : self.sizes.held(self.me)]
+        return self.taken[self.me, : self.sizes.experts_of(self.me)]
 
     def offsets(self) -> Ints:
         """Return the first row of each of this rank's experts, followed by the end of the last (experts + 1,)."""
-        held, rows = self.sizes.held(self.me), self.sizes.rows
+        held, rows = self.sizes.experts_of(self.me), self.sizes.rows
         if self.sizes.config.layout == "grouped":
             return np.arange(held + 1) * rows
         base, align = self.base[self.me, :held], self.sizes.config.align
@@ -116,12 +116,12 @@ class Plan:
             # pair of ranks as for eight.
             ranks = range(self.sizes.ranks)
             if source == self.me:
-                self._find(source, None, [(source, other) for other in ranks])
+                self._find_runs(source, None, [(source, other) for other in ranks])
             else:
-                self._find(None, target, [(other, target) for other in ranks])
+                self._find_runs(None, target, [(other, target) for other in ranks])
         return self._runs[source, target]
 
-    def _find(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
+    def _find_runs(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
         """Cache the runs of one source's rows at each rank, or of each rank's rows at one target."""
         sources, targets = (slice(None) if rank is None else rank for rank in (source, target))
         kept, first = self.kept[sources, targets], self.first[sources, targets]
@@ -155,11 +155,11 @@ class Plan:
         here, count = here[chosen], count[chosen]
         return np.stack((np.cumsum(count) - count, here, count), 1)
 
-    def shared(self, source: int, target: int) -> int:
+    def shared_start(self, source: int, target: int) -> int:
         """Return where a source's share of the shared part begins, in rows."""
         return sum(int(self.beyond(other, target)[:, 2].sum()) for other in range(source))
 
-    def arrived(self, source: int) -> Runs:
+    def received_runs(self, source: int) -> Runs:
         """Return the runs of another rank's rows in this rank's receive region: (row in place, row received, rows)."""
         mine = self.sizes.private
         if not self.sizes.shared:
@@ -170,7 +170,7 @@ class Plan:
         near: Runs = np.stack((place, source * mine + here, early), 1)[early > 0]
         late = count > early
         place, late_count = (place + early)[late], (count - early)[late]
-        first = self.sizes.ranks * mine + self.shared(source, self.me)
+        first = self.sizes.ranks * mine + self.shared_start(source, self.me)
         return np.concatenate((near, np.stack((place, first + np.cumsum(late_count) - late_count, late_count), 1)))
 
     def arrivals(self, source: int) -> int:
@@ -204,7 +204,7 @@ class Plan:
             at[real] += (self.answer[me] - first)[rank].astype(np.int32)
         return at
 
-    def dropped(self, position: Ints) -> NDArray[np.bool_]:
+    def dropped_rows(self, position: Ints) -> NDArray[np.bool_]:
         """Return which of this rank's rows are dropped, by their position in its order; False for -1 (no row)."""
         order = self.first[self.me].reshape(-1)
         expert = np.searchsorted(order, position, side="right") - 1

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 import aiote
 
-__all__ = ["Inbox", "Posting", "Write", "groups_alone"]
+__all__ = ["LeasedInbox", "OutboxWrite", "Posting", "groups_alone"]
 
 Ints = NDArray[np.int64]
 
 
-class Write(NamedTuple):
+class OutboxWrite(NamedTuple):
     """Bytes of the outbox to write to a rank's inbox: the offset in the inbox, that in the outbox, and how many."""
 
     rank: int
@@ -29,7 +29,7 @@ class Write(NamedTuple):
     nbytes: int
 
 
-class Inbox:
+class LeasedInbox:
     """The parts of a rank's inbox that it has lent to this rank, in order, and a region for each."""
 
     def __init__(self, parts: Sequence[slice], regions: Sequence[aiote.RemoteRegion]) -> None:
@@ -49,7 +49,7 @@ class Posting:
         self,
         engine: aiote.Engine,
         outbox: aiote.Region,
-        inboxes: Mapping[int, Inbox],
+        inboxes: Mapping[int, LeasedInbox],
         firsts: Mapping[int, int],
         peers: aiote.PeerGroup | None,
         lost: Callable[[int, str], None],
@@ -74,7 +74,7 @@ class Posting:
             except aiote.PeerError as error:
                 lost(rank, str(error))
 
-    def write(self, writes: list[Write], slot: int) -> list[tuple[int, aiote.Transfer]]:
+    def post_writes(self, writes: list[OutboxWrite], slot: int) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that each count 1 on their rank's immediate for `slot` (`wire.slot_of`); return the transfers,
         each with its target rank, or -1 for several ranks.
 
@@ -83,7 +83,7 @@ class Posting:
         if not writes:
             return []
         if self._scatter is None:
-            return [made for one in writes for made in self._one(one, slot)]
+            return [made for one in writes for made in self._post_one(one, slot)]
         rows = np.array([(one.nbytes, one.at, one.to, self._places[one.rank]) for one in writes], np.int64).T
         lengths, local, remote, places = rows
         imms = self._numbers([one.rank for one in writes], slot)
@@ -93,26 +93,26 @@ class Posting:
         """Return the immediates that writes to these ranks carry."""
         return np.array([self._firsts[rank] + slot for rank in ranks], np.int64)
 
-    def when(
+    def post_when(
         self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that are posted when a flag is raised.
 
         `numbers` are lengths, offsets in the outbox and offsets in the inboxes; the first two are read when the flag is
         raised, the last now. A length of 0 posts no write; a rank may be named more than once. With on_loss="raise" all
-        writes are one transfer. Otherwise as `write`.
+        writes are one transfer. Otherwise as `post_writes`.
         """
         if self._scatter is None:
-            return self.when_alone(flag, value, ranks, numbers, slot)
+            return self.post_when_alone(flag, value, ranks, numbers, slot)
         places, (lengths, at, there) = np.array([self._places[rank] for rank in ranks], np.int64), numbers
         imms = self._numbers(ranks, slot)
         made = self._scatter.submit_when(flag, value, lengths, at, there, imms, to=places, skip_empty=True)
         return [(-1, made)]
 
-    def when_alone(
+    def post_when_alone(
         self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
-        """Do as `when`, with one transfer for each write, so that a failure, or a rank that leaves, stops no other."""
+        """Do as `post_when`, with one transfer for each write, so that one that fails or leaves stops no other."""
         made = []
         for place, rank in enumerate(ranks):
             # The rank may have been lost before the group was complete.
@@ -128,25 +128,25 @@ class Posting:
                     self._lost(rank, str(error))
         return made
 
-    def told(self, flag: NDArray[np.uint32], value: int) -> aiote.Transfer:
+    def submit_flag_wait(self, flag: NDArray[np.uint32], value: int) -> aiote.Transfer:
         """Return a transfer that ends when a flag is raised. Raises the errors of `PreparedScatter.submit_when`."""
         nothing = np.zeros(0, np.int64)
         return self._alone[-1].submit_when(flag, value, nothing, to=nothing)
 
-    def _one(self, one: Write, slot: int) -> list[tuple[int, aiote.Transfer]]:
+    def _post_one(self, one: OutboxWrite, slot: int) -> list[tuple[int, aiote.Transfer]]:
         imm = self._firsts[one.rank] + slot
         try:
-            return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm))]
+            return [(one.rank, self._engine.submit_write_imm(*self._regions_of(one), imm))]
         except aiote.PeerError as error:
             self._lost(one.rank, str(error))
             return []
 
-    def _sides(self, one: Write) -> tuple[aiote.Region, aiote.RemoteRegion]:
+    def _regions_of(self, one: OutboxWrite) -> tuple[aiote.Region, aiote.RemoteRegion]:
         inbox = self._inboxes[one.rank]
         part, to = inbox.find(one.to)
         return self._outbox[one.at : one.at + one.nbytes], inbox.regions[part][to : to + one.nbytes]
 
-    def pages(
+    def post_pages(
         self, rank: int, to: tuple[int, Ints], at: tuple[int, Ints], nbytes: int, slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
         """Start to write rows of `nbytes` that each count 1 on the rank's immediate for `slot`.

@@ -17,19 +17,19 @@ from . import kernels
 from .arrays import Bytes, elements, lines, plain, same_memory
 from .batch import Batch
 from .native_plan import NativePlan
-from .plan import Counts, Plan
-from .posting import Write
-from .runs import merged, spread, unfold
+from .plan import Counts, RoundPlan
+from .posting import OutboxWrite
+from .runs import expand_runs, merge_runs, unfold
 from .states import MoeOverflowError, NotBegunError
 from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route, slot_of
 
 if TYPE_CHECKING:
     from .lane import Lane
 
-__all__ = ["Given", "Round"]
+__all__ = ["DispatchArguments", "Round"]
 
 
-class Given:
+class DispatchArguments:
     """The arguments of a dispatch, with rows as lines of bytes. `like` is an array of the kind that the caller uses."""
 
     __slots__ = ("ids", "like", "scales", "tokens", "weights", "x")
@@ -41,7 +41,7 @@ class Given:
 class Round:
     """A round in progress, returned by `MoeGroup.dispatch_send`. The caller takes its steps in order, once each."""
 
-    def __init__(self, lane: Lane, given: Given) -> None:
+    def __init__(self, lane: Lane, given: DispatchArguments) -> None:
         self._lane, self._given = lane, given
         self._group, self._sizes, self._memory = lane.group, lane.sizes, lane.memory
         self._config = lane.sizes.config
@@ -49,7 +49,7 @@ class Round:
         self.number, self._parity = lane.state.number, lane.state.parity
         self._tokens = given.tokens
         self._kernels: Any = kernels
-        self._plan: Plan | None = None
+        self._plan: RoundPlan | None = None
         self._came: list[int] = []
         self._own: NDArray[np.int32] | None = None
         # With copies by rank: whether this rank's own copies are in the receive region, like the others'.
@@ -60,14 +60,14 @@ class Round:
     def _slot(self, kind: int) -> int:
         return slot_of(self._lane.number, kind, self._parity)
 
-    def _write(self, writes: list[Write], kind: int) -> None:
+    def _write(self, writes: list[OutboxWrite], kind: int) -> None:
         posting = self._group.posting
         assert posting is not None
         if writes:
             try:
-                self._lane.post(posting.write(writes, self._slot(kind)))
+                self._lane.keep_transfers(posting.post_writes(writes, self._slot(kind)))
             except aiote.PeerError as error:
-                raise self._lane.named(error) from error
+                raise self._lane.name_rank(error) from error
             self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
 
     async def _wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
@@ -82,9 +82,9 @@ class Round:
         self._copy = memory.copy_position[: self._tokens]
         given = self._given
         shape = config.experts, sizes.local, sizes.ranks
-        rows, copies = kernels.numbered(given.ids, *shape, False, self._position)
+        rows, copies = kernels.number_rows(given.ids, *shape, False, self._position)
         if config.copies == "rank":
-            kernels.numbered(given.ids, *shape, True, self._copy)
+            kernels.number_rows(given.ids, *shape, True, self._copy)
         self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
         sent = self._copies if config.copies == "rank" else sizes.for_ranks(self._experts)
         self._require_room()
@@ -95,7 +95,9 @@ class Round:
         base, here = self._base(), self._outbox()
         # Each rank begins with the next higher rank, so that not all write to the same rank at once.
         active = sorted(self._group.membership.active, key=lambda rank: (rank - me) % sizes.ranks)
-        self._write([Write(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE)
+        self._write(
+            [OutboxWrite(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE
+        )
         self._starts = np.cumsum(sent) - sent
         self._pack(int(self._starts[me]), int(sent[me]))
         if not sizes.direct:
@@ -118,10 +120,10 @@ class Round:
     def _outbox(self) -> int:
         return self._lane.number * self._group.memory.map.outbox
 
-    def _rows_to(self, rank: int, line: int, first: int, count: int) -> Write:
+    def _rows_to(self, rank: int, line: int, first: int, count: int) -> OutboxWrite:
         where, row = self._group.memory.map, self._sizes.row
         to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
-        return Write(rank, to + line * row, at + first * row, count * row)
+        return OutboxWrite(rank, to + line * row, at + first * row, count * row)
 
     def _pack(self, first: int, count: int) -> None:
         """Pack tokens with scales and tails into the outbox; this rank's own rows go into place, if that is known."""
@@ -157,7 +159,7 @@ class Round:
 
     async def _receive(self) -> Batch:
         routes = self._read(await self._wait("routes", ROUTE, dict.fromkeys(self._group.membership.active, 1)))
-        plan = self._planned(routes)
+        plan = self._plan_arrived(routes)
         refused = plan.overflows and self._config.on_overflow == "raise"
         if not refused:
             self._post_rest(plan, list(routes))
@@ -165,21 +167,21 @@ class Round:
             self._place_own(plan)
         rows_of = await self._wait("rows", PAYLOAD, {rank: plan.arrivals(rank) for rank in routes})
         if refused:
-            await self._lane.sent()
+            await self._lane.wait_sent()
             raise MoeOverflowError(plan.demand, self._sizes.rows)
-        self._plan = plan = self._take(plan, routes, rows_of)
+        self._plan = plan = self._place_arrived(plan, routes, rows_of)
         return self._batch(plan)
 
-    def _take(self, plan: Plan, routes: dict[int, Route], came: list[int]) -> Plan:
+    def _place_arrived(self, plan: RoundPlan, routes: dict[int, Route], came: list[int]) -> RoundPlan:
         """Place the rows of the ranks that have come; return the plan of those whose rows match their routes."""
         if len(came) < len(routes):
-            plan = self._planned({rank: routes[rank] for rank in came})
+            plan = self._plan_arrived({rank: routes[rank] for rank in came})
         self._came = came
-        liar = self._place(plan)
-        if liar is None:
+        faulty = self._place(plan)
+        if faulty is None:
             return plan
-        self._refuse(liar, "its rows are not for the experts that its route says")
-        return self._take(plan, routes, [rank for rank in came if rank != liar])
+        self._refuse(faulty, "its rows are not for the experts that its route says")
+        return self._place_arrived(plan, routes, [rank for rank in came if rank != faulty])
 
     def _read(self, came: list[int]) -> dict[int, Route]:
         """Return the routes of the ranks that have come, and lose the ranks whose routes are impossible."""
@@ -200,7 +202,7 @@ class Round:
             raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: {why}")
         self._group.lose(rank, why)
 
-    def _planned(self, routes: dict[int, Route]) -> Plan:
+    def _plan_arrived(self, routes: dict[int, Route]) -> RoundPlan:
         """Return the plan of this rank and the ranks that have come."""
         sizes, me = self._sizes, self._group.rank
         experts = np.zeros((sizes.ranks, self._config.experts), np.int64)
@@ -210,15 +212,18 @@ class Round:
             experts[rank], copies[rank] = route.experts, route.copies
         return NativePlan(sizes, me, Counts(experts, copies))
 
-    def _post_rest(self, plan: Plan, came: list[int]) -> None:
+    def _post_rest(self, plan: RoundPlan, came: list[int]) -> None:
         """Write the rows that needed every rank's route: all rows in place, or those beyond the private parts."""
         me, sizes, where = self._group.rank, self._sizes, self._group.memory.map
         if sizes.direct:
             tokens = self._tokens_in_order()
             for rank in sorted(came, key=lambda rank: (rank - me) % sizes.ranks):
                 runs = plan.runs(me, rank)
-                to = self._base() + where.rows_at, spread(runs[:, 0], runs[:, 2])
-                at = self._outbox() + where.sent_at, tokens[int(self._starts[rank]) + spread(runs[:, 1], runs[:, 2])]
+                to = self._base() + where.rows_at, expand_runs(runs[:, 0], runs[:, 2])
+                at = (
+                    self._outbox() + where.sent_at,
+                    tokens[int(self._starts[rank]) + expand_runs(runs[:, 1], runs[:, 2])],
+                )
                 self._pages(rank, to, at, sizes.row, PAYLOAD)
             return
         writes = []
@@ -230,14 +235,14 @@ class Round:
                 for there, here, count in runs.tolist():
                     rows = self._memory.sent[first + here : first + here + count].copy()
                     self._memory.sent[first + sizes.private + there :][:count] = rows
-                line = sizes.ranks * sizes.private + plan.shared(me, rank)
+                line = sizes.ranks * sizes.private + plan.shared_start(me, rank)
                 writes.append(self._rows_to(rank, line, first + sizes.private, int(runs[:, 2].sum())))
         self._write(writes, PAYLOAD)
 
     def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
         posting = self._group.posting
         assert posting is not None
-        self._lane.post(posting.pages(rank, to, at, nbytes, self._slot(kind)))
+        self._lane.keep_transfers(posting.post_pages(rank, to, at, nbytes, self._slot(kind)))
         self._group.counted.sent_bytes += nbytes * len(to[1])
 
     def _tokens_in_order(self) -> NDArray[np.int64]:
@@ -247,23 +252,23 @@ class Round:
         tokens[self._position[token, slot]] = token
         return tokens
 
-    def _place_own(self, plan: Plan) -> None:
+    def _place_own(self, plan: RoundPlan) -> None:
         """Copy this rank's tokens for its own experts to their places."""
         me, memory = self._group.rank, self._memory
         runs = plan.runs(me, me)
         places = np.full(int(plan.sent[me, me]) + 1, -1, np.int32)
-        places[spread(runs[:, 1], runs[:, 2])] = spread(runs[:, 0], runs[:, 2])
+        places[expand_runs(runs[:, 1], runs[:, 2])] = expand_runs(runs[:, 0], runs[:, 2])
         here = self._position - int(self._starts[me])
         own = (here >= 0) & (here < len(places) - 1)
         at = places[np.where(own, here, -1)]
-        self._spread(memory.sent[: self._tokens], at)
+        self._spread_rows(memory.sent[: self._tokens], at)
 
-    def _spread(self, rows: Bytes, at: NDArray[np.int32]) -> None:
+    def _spread_rows(self, rows: Bytes, at: NDArray[np.int32]) -> None:
         """Copy each row to all places that `at` (rows, k) names."""
         placed, nothing = self._memory.placed, np.empty((len(rows), 0), np.uint8)
         kernels.pack(placed, placed, 0, 0, at, rows, nothing, nothing, 0, 0)
 
-    def _place(self, plan: Plan) -> int | None:
+    def _place(self, plan: RoundPlan) -> int | None:
         """Copy rows from where they were received to their places; return a rank whose rows are not as it announced."""
         memory, sizes, me = self._memory, self._sizes, self._group.rank
         if sizes.direct:
@@ -273,10 +278,10 @@ class Round:
         runs = plan.runs(me, me) + np.array([0, self._starts[me], 0])
         self._kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
         for rank in self._came:
-            self._kernels.copy_runs(memory.placed, memory.received, plan.arrived(rank), sizes.row)
+            self._kernels.copy_runs(memory.placed, memory.received, plan.received_runs(rank), sizes.row)
         return None
 
-    def _unfold(self, plan: Plan) -> int | None:
+    def _unfold(self, plan: RoundPlan) -> int | None:
         """Find the experts that each copy by rank is for, and, unless the layout is "rank", place a row for each.
 
         Returns a rank whose copies are not for the experts that its route names.
@@ -288,18 +293,18 @@ class Round:
                 return source
         return None
 
-    def _copies_of(self, plan: Plan, source: int) -> Bytes:
+    def _copies_of(self, plan: RoundPlan, source: int) -> Bytes:
         """Return a source's copies for this rank, in the memory where they were received."""
         count = int(plan.sent[source, plan.me])
         if source == plan.me and not self._own_received:
             return self._memory.sent[int(self._starts[source]) :][:count]
         return self._memory.received[source * self._sizes.private :][:count]
 
-    def _batch(self, plan: Plan) -> Batch:
+    def _batch(self, plan: RoundPlan) -> Batch:
         group = self._group
         dropped = None
         if plan.overflows:
-            dropped = plan.dropped(self._position.astype(np.int64))
+            dropped = plan.dropped_rows(self._position.astype(np.int64))
             group.counted.dropped_rows += int(dropped.sum())
         self._dropped = dropped
         group.counted.expert_rows += plan.expert_rows()
@@ -314,20 +319,20 @@ class Round:
         Raises UsageError for another shape or type of `y`, and if it is not the turn of this step.
         """
         config, sizes = self._config, self._sizes
-        shape = {"grouped": (sizes.held(self._group.rank), sizes.rows), "contiguous": (sizes.placed,)}
+        shape = {"grouped": (sizes.experts_of(self._group.rank), sizes.rows), "contiguous": (sizes.placed,)}
         lead = shape.get(config.layout, (sizes.ranks, config.tokens))
         rows = self._memory.y if y is None else self._lines("y", y, (*lead, config.hidden), config.out_dtype)
         if y is not None:
             self._y_like = y
         with self._lane.step("combine_send", self._state, self.number):
-            self._answer(rows)
+            self._answer_sources(rows)
 
-    def _answer(self, y: Bytes) -> None:
+    def _answer_sources(self, y: Bytes) -> None:
         """Answer every source: one write for each row, or packed answers in as few writes as possible."""
-        plan, memory, sizes = self._known(), self._memory, self._sizes
+        plan, memory, sizes = self._known_plan(), self._memory, self._sizes
         me, where = self._group.rank, self._group.memory.map
         at = self._outbox() + (where.y_at if sizes.whole else where.packed_at)
-        writes: list[Write] = []
+        writes: list[OutboxWrite] = []
         line = 0
         self._own = self._own_places(y)
         for source in sorted((me, *self._came), key=lambda rank: (rank - me) % sizes.ranks):
@@ -342,7 +347,7 @@ class Round:
             pieces = self._whole_answers(y, source) if sizes.whole else self._pack_answers(y, source, target)
             for there, count in pieces if source != me else ():
                 writes.append(
-                    Write(source, to + there * sizes.y_row, at + line * sizes.y_row, count * sizes.y_row),
+                    OutboxWrite(source, to + there * sizes.y_row, at + line * sizes.y_row, count * sizes.y_row),
                 )
                 line += count
         if self._group.debug:
@@ -359,24 +364,24 @@ class Round:
 
     def _own_places(self, y: Bytes) -> NDArray[np.int32] | None:
         """Return the places in `batch.y` of the answers to this rank's own rows, if the sum can read them there."""
-        plan, me = self._known(), self._group.rank
+        plan, me = self._known_plan(), self._group.rank
         if self._config.reduce == "expert" or not self._in_place(y):
             return None
         runs = plan.runs(me, me)
         places = np.full(int(plan.returned[me, me]), -1, np.int32)
-        places[spread(runs[:, 1], runs[:, 2])] = spread(runs[:, 0], runs[:, 2])
+        places[expand_runs(runs[:, 1], runs[:, 2])] = expand_runs(runs[:, 0], runs[:, 2])
         return places
 
     def _whole_answers(self, y: Bytes, source: int) -> list[tuple[int, int]]:
         """Put the answers to a source where they are written from; return the piece as `_pack_answers` does."""
-        plan, memory, me = self._known(), self._memory, self._group.rank
+        plan, memory, me = self._known_plan(), self._memory, self._group.rank
         line, count = source * self._config.tokens, int(plan.sent[source, me])
         if source == me or not self._in_place(y):
             target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.written[line:]
             self._kernels.copy_runs(target, y, np.array([[0, line, count]]), self._sizes.y_bytes)
         return [(0, count)] if count else []
 
-    def _known(self) -> Plan:
+    def _known_plan(self) -> RoundPlan:
         assert self._plan is not None
         return self._plan
 
@@ -386,7 +391,7 @@ class Round:
         Answers are in the source's order. Each gap that dropped rows leave in that order ends a piece. The packed
         answers have no gaps, except those of this rank itself, which stay in its own order.
         """
-        plan, sizes = self._known(), self._sizes
+        plan, sizes = self._known_plan(), self._sizes
         if self._config.reduce == "expert":
             rows, count = self._copies_of(plan, source), int(plan.sent[source, self._group.rank])
             weights = rows[:, sizes.weights_at : sizes.weights_at + 4 * self._config.top_k].copy().view(np.float32)
@@ -399,18 +404,18 @@ class Round:
         packed = np.cumsum(runs[:, 2]) - runs[:, 2]
         turned = np.stack((runs[:, 1] if own else packed, runs[:, 0], runs[:, 2]), 1)
         self._kernels.copy_runs(to, y, turned, sizes.y_bytes)
-        return merged(runs)
+        return merge_runs(runs)
 
     def _answer_rows(self, y: Bytes, source: int, to: int) -> None:
         """Answer a source with one write for each row, from where the results are."""
-        plan, me, nbytes, where = self._known(), self._group.rank, self._sizes.y_bytes, self._group.memory.map
+        plan, me, nbytes, where = self._known_plan(), self._group.rank, self._sizes.y_bytes, self._group.memory.map
         runs = plan.runs(source, me)
         if source == me:
             self._kernels.copy_runs(self._memory.answers[int(plan.answer[me, me]) :], y, runs[:, [1, 0, 2]], nbytes)
             return
         if not self._in_place(y):
             self._kernels.copy_runs(self._memory.written, y, runs[:, [0, 0, 2]], nbytes)
-        there, here = spread(runs[:, 1], runs[:, 2]), spread(runs[:, 0], runs[:, 2])
+        there, here = expand_runs(runs[:, 1], runs[:, 2]), expand_runs(runs[:, 0], runs[:, 2])
         self._pages(source, (to, there), (self._outbox() + where.y_at, here), self._sizes.y_row, ANSWER)
 
     def reweigh(self, topk_weights: Any, skipped: NDArray[np.bool_] | None = None) -> None:
@@ -454,10 +459,10 @@ class Round:
         return np.zeros((self._tokens, self._sizes.y_bytes), np.uint8)
 
     async def _sum(self, out: Bytes, accumulate: bool) -> None:
-        plan, config = self._known(), self._config
+        plan, config = self._known_plan(), self._config
         needs = {rank: plan.replies(rank) for rank in self._came}
         came = await self._wait("answers", ANSWER, needs)
-        await self._lane.sent()
+        await self._lane.wait_sent()
         came = self._lane.without_surplus(came)
         by_copy = config.reduce == "expert"
         places = plan.answers_at(self._copy if by_copy else self._position)

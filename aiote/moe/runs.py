@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from . import kernels
 from .arrays import Bytes
-from .plan import Plan
+from .plan import RoundPlan
 
 if TYPE_CHECKING:
     from .memory import LaneMemory
 
-__all__ = ["merged", "spread", "unfold"]
+__all__ = ["expand_runs", "merge_runs", "unfold"]
 
 
-def unfold(memory: LaneMemory, plan: Plan, source: int, rows: Bytes, nbytes: int) -> bool:
+def unfold(memory: LaneMemory, plan: RoundPlan, source: int, rows: Bytes, nbytes: int) -> bool:
     """Find the places of a source's copies, and, unless the layout is "rank", copy `nbytes` of each to its places.
 
     Returns whether the copies are for the experts that the source's route names. If all rows of a source are dropped,
@@ -25,7 +25,7 @@ def unfold(memory: LaneMemory, plan: Plan, source: int, rows: Bytes, nbytes: int
     round.
     """
     sizes, me = plan.sizes, plan.me
-    held, first, found = sizes.held(me), sizes.first(me), memory.copies[source, : len(rows)]
+    held, first, found = sizes.experts_of(me), sizes.first_expert_of(me), memory.copies[source, : len(rows)]
     if not plan.kept_rows[source, me]:
         found[...] = -1
         return True
@@ -39,14 +39,14 @@ def unfold(memory: LaneMemory, plan: Plan, source: int, rows: Bytes, nbytes: int
     return bool((seen == plan.by_rank[source, me, :held]).all())
 
 
-def spread(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+def expand_runs(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the row numbers of all runs, one after another: `count` numbers from each `first` on."""
     ends = np.cumsum(count)
     numbers: NDArray[np.int64] = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
     return numbers
 
 
-def merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
+def merge_runs(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return runs in the source's order as (first row, rows), with adjacent runs merged."""
     found: list[tuple[int, int]] = []
     for _, first, count in runs.tolist():

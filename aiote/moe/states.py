@@ -138,7 +138,7 @@ class Membership:
         self._masked[rank] = reason
         return True
 
-    def lost(self, rank: int, error: AioteError) -> None:
+    def record_loss(self, rank: int, error: AioteError) -> None:
         """Record that a rank is lost: mask it, or break the group."""
         if self._masks:
             self.mask(rank, str(error))
@@ -152,7 +152,7 @@ class Membership:
         self.failure = error
         return True
 
-    def told(self, rank: int, epoch: int, reason: str) -> bool:
+    def record_break(self, rank: int, epoch: int, reason: str) -> bool:
         """Record that another rank broke an epoch; return whether that broke this rank's group.
 
         It does not for another epoch, nor for a group that is broken already.

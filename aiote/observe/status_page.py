@@ -2,9 +2,9 @@
 
 A page is a file in a folder that only the user can access: `$XDG_RUNTIME_DIR/aiote`, else `/run/user/UID/aiote`, else
 `/tmp/aiote-UID` (modes 0700 and 0600). Each write replaces the file, so that a reader never sees half a page. The file
-holds a magic number, a version, a length and the checksum of the rest, then a `Status` in MessagePack. A reader trusts
-neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so that a
-reader can remove the pages of dead processes whatever they contain.
+holds a magic number, a version, a length and the checksum of the rest, then an `EngineStatus` in MessagePack. A reader
+trusts neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so
+that a reader can remove the pages of dead processes whatever they contain.
 
 The engine writes the page when a peer connects, when the last peer is lost, and with its heartbeats, at most once a
 second; without peers it has no heartbeats, and does not wake up for the page.
@@ -30,7 +30,7 @@ import msgspec
 from .events import Event, Events
 from .processes import ProcessId, this_process
 
-__all__ = ["PeerStatus", "RailStatus", "Status", "StatusPage", "folders", "pages", "read_page"]
+__all__ = ["EngineStatus", "PeerStatus", "RailStatus", "StatusPage", "folders", "pages", "read_page"]
 
 MAGIC = b"aiotetop"
 VERSION = 1
@@ -67,7 +67,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     unfinished: Count
 
 
-class Status(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True):
     """The state of an engine at one moment; times are in nanoseconds since 1970."""
 
     pid: Count
@@ -82,7 +82,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Status).decode
+_decode = msgspec.msgpack.Decoder(EngineStatus).decode
 
 
 def folders() -> tuple[Path, ...]:
@@ -170,13 +170,13 @@ def _named(incarnation: int) -> Path:
     return folder / f"{this_process()}-{incarnation}{SUFFIX}"
 
 
-def status_of(engine: Any, opened_ns: int) -> Status:
+def status_of(engine: Any, opened_ns: int) -> EngineStatus:
     """Return the status of an engine."""
     counts = engine.statistics()
     each = zip(engine.rails, counts.carried, counts.served, counts.operations, counts.depth, strict=True)
     busiest = nsmallest(SHOWN_PEERS, engine.peers, key=lambda peer: -peer.unfinished)
     plain = {name: value for name in counts.__slots__ if isinstance(value := getattr(counts, name), int)}
-    return Status(
+    return EngineStatus(
         pid=os.getpid(),
         program=" ".join(sys.orig_argv)[:512].encode(errors="replace").decode(),
         address=str(engine.address),
@@ -189,7 +189,7 @@ def status_of(engine: Any, opened_ns: int) -> Status:
     )
 
 
-def packed(status: Status) -> bytes:
+def packed(status: EngineStatus) -> bytes:
     """Return the bytes of a page."""
     body = _encode(status)
     return HEADER.pack(MAGIC, VERSION, len(body), zlib.crc32(body)) + body
@@ -209,7 +209,7 @@ def _replace(path: Path, data: bytes) -> None:
 # The reader's side.
 
 
-def read_page(path: Path) -> Status | None:
+def read_page(path: Path) -> EngineStatus | None:
     """Return the status on a page, or None if the file is another user's, of another version, cut off or invalid."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -237,7 +237,7 @@ def read_page(path: Path) -> Status | None:
         return None
 
 
-def pages() -> Iterator[Status]:
+def pages() -> Iterator[EngineStatus]:
     """Yield the status of each live engine of this user; remove the pages of dead processes."""
     for folder in dict.fromkeys(folders()):
         if not _is_own(folder):
@@ -253,6 +253,6 @@ def pages() -> Iterator[Status]:
                 yield status
 
 
-def _is_of(status: Status, writer: ProcessId) -> bool:
+def _is_of(status: EngineStatus, writer: ProcessId) -> bool:
     age_s = (time.time_ns() - status.written_ns) * 1e-9
     return status.pid == writer.pid and (writer.local or abs(age_s) < FRESH_S)

@@ -46,7 +46,7 @@ __all__ = [
     "Computation",
     "KvPlan",
     "KvScenario",
-    "Layout",
+    "ParallelLayout",
     "Pools",
     "plan_kvcache",
     "with_nics",
@@ -62,7 +62,7 @@ PUBLISHED_LAYER_MS = {4096: 2.267, 16384: 9.860, 65536: 20.344, 131072: 34.895}
 H200 (arXiv 2510.27656)."""
 
 
-class Layout(NamedTuple):
+class ParallelLayout(NamedTuple):
     """A group of tp * pp ranks. Heads are divided among tp ranks, or repeated; layers are divided among pp stages."""
 
     tp: int = 1
@@ -100,7 +100,7 @@ class Computation(NamedTuple):
         return cls(full, full, source)
 
 
-WHOLE, FREE = Layout(), Computation()
+WHOLE, FREE = ParallelLayout(), Computation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class KvScenario:
     shape: KvShape
     nics: Nics
     tokens: int = 16384
-    prefill: Layout = WHOLE
-    decode: Layout = WHOLE
+    prefill: ParallelLayout = WHOLE
+    decode: ParallelLayout = WHOLE
     page_tokens: int = 128
     chunk: int = 16384
     computation: Computation = FREE
@@ -147,12 +147,12 @@ class KvScenario:
         """The number of pages of a prompt."""
         return -(-self.tokens // self.page_tokens)
 
-    def layers_of(self, layout: Layout, rank: int) -> range:
+    def layers_of(self, layout: ParallelLayout, rank: int) -> range:
         """Return the layers of a rank: the layers of its stage, which is rank // tp."""
         layers, stage = self.shape.layers, rank // layout.tp
         return range(stage * layers // layout.pp, (stage + 1) * layers // layout.pp)
 
-    def heads_of(self, layout: Layout, rank: int) -> tuple[int, int]:
+    def heads_of(self, layout: ParallelLayout, rank: int) -> tuple[int, int]:
         """Return the first head of a rank, and how many it has."""
         heads, place = self.shape.heads, rank % layout.tp
         if heads == 0:

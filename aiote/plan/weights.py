@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiote.weights import UpdatePlan
-from aiote.weights.deal import Unit
+from aiote.weights.assignment import Unit
 from aiote.weights.dtypes import ITEMSIZE
 from aiote.weights.entries import part_of
 from aiote.weights.plan import in_turn

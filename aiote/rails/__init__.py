@@ -5,16 +5,15 @@ objects, whose names this module re-exports. Above it only `aiote.gpu` and `aiot
 kernels of their own.
 """
 
-from aiote_native.buffers import Buffer, acquire, section
-from aiote_native.clocks import Alarm as NativeAlarm
+from aiote_native.buffers import AcquiredBuffer, acquire, section
+from aiote_native.clocks import NativeAlarm
 from aiote_native.core import Core
 from aiote_native.cuda.events import EventPool
 from aiote_native.direct import Direct
 from aiote_native.elements import check_elements
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
-from aiote_native.heartbeats import Pulse, look_over
-from aiote_native.held import Order
+from aiote_native.heartbeats import Pulse, check_pulses
 from aiote_native.loops import OwnLoop
 from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink, deliver
@@ -27,18 +26,18 @@ from aiote_native.requests import (
     RemoteSlice,
     Request,
     is_stream,
-    quick,
-    quick_pages,
-    quick_send,
+    try_submit,
+    try_submit_message,
+    try_submit_pages,
 )
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
 from aiote_native.sources import SourceRange
 from aiote_native.status import StatusError, error_text
+from aiote_native.stream_orders import Order
 from aiote_native.unfolding import unfolded_bytes
-from aiote_native.waiters import Waiter as NativeWaiter
-from aiote_native.waiters import run, wake
-from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
+from aiote_native.waiters import NativeWaiter, run, wake
+from aiote_native.waits import CounterHandle, CounterWait, ValueWatch, read_value
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
 from .contract import Rail, RailInfo
@@ -52,8 +51,8 @@ __all__ = [
     "MAY_READ",
     "MAY_WRITE",
     "POOL_BYTES",
+    "AcquiredBuffer",
     "ArmedRun",
-    "Buffer",
     "Core",
     "CountRow",
     "CounterHandle",
@@ -87,31 +86,31 @@ __all__ = [
     "SourceRange",
     "StatusError",
     "TargetRun",
+    "ValueWatch",
     "Waitable",
-    "Watch",
     "acquire",
     "after_fork",
     "arm",
     "check_elements",
+    "check_pulses",
     "deliver",
     "device_name",
     "error_text",
     "guarded_socket",
     "is_stream",
     "library_summary",
-    "look_over",
     "open_driver",
     "parse_address",
     "pools_fit",
-    "quick",
-    "quick_pages",
-    "quick_send",
     "read_value",
     "run",
     "scatter",
     "section",
     "sharing_error",
     "sim_identity",
+    "try_submit",
+    "try_submit_message",
+    "try_submit_pages",
     "unfolded_bytes",
     "wake",
 ]

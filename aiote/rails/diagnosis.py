@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .facts import Device, Facts, PortFacts, gather
+from .facts import Facts, PortFacts, RdmaDevice, gather
 
 __all__ = ["Facts", "Finding", "examine", "gather"]
 
@@ -198,7 +198,7 @@ def _addresses(facts: Facts) -> Iterator[Finding]:
             yield _no_roce2(device, port)
 
 
-def _no_roce2(device: Device, port: PortFacts) -> Finding:
+def _no_roce2(device: RdmaDevice, port: PortFacts) -> Finding:
     if LIBRARIES.get(device.driver) == "mlx5" and device.address:
         handle = f"pci/{device.address}"
         command = f"devlink dev param set {handle} name enable_roce value true cmode driverinit"
@@ -275,7 +275,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 )
 
 
-def _ports(facts: Facts) -> Iterator[tuple[Device, PortFacts]]:
+def _ports(facts: Facts) -> Iterator[tuple[RdmaDevice, PortFacts]]:
     for device in facts.devices:
         for port in device.ports:
             yield device, port

@@ -19,7 +19,7 @@ from aiote_native.status import StatusError
 
 from ..errors import FabricError
 
-__all__ = ["EXPORTERS", "DmaBuf", "exported"]
+__all__ = ["EXPORTERS", "DmaBuf", "export_dmabuf"]
 
 ROCM_LIBRARY = "libhsa-runtime64.so.1"
 
@@ -42,7 +42,7 @@ def _function(library: str, name: str) -> Callable[..., int]:
     return found
 
 
-def _checked(name: str, code: int, hint: str) -> None:
+def _check_code(name: str, code: int, hint: str) -> None:
     if code != 0:
         raise FabricError(errno.EOPNOTSUPP, f"{name} returned {code}: {hint}", operation="export memory of a GPU")
 
@@ -67,7 +67,7 @@ def _rocm(address: int, length: int) -> DmaBuf:
     code = _function(ROCM_LIBRARY, name)(
         ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.byref(fd), ctypes.byref(offset)
     )
-    _checked(name, code, "it takes memory of hipMalloc, on a kernel with CONFIG_DMABUF_MOVE_NOTIFY")
+    _check_code(name, code, "it takes memory of hipMalloc, on a kernel with CONFIG_DMABUF_MOVE_NOTIFY")
     return DmaBuf(fd.value, offset.value)
 
 
@@ -76,7 +76,7 @@ EXPORTERS: dict[str, Callable[[int, int], DmaBuf]] = {"cuda": _cuda, "rocm": _ro
 
 
 @contextlib.contextmanager
-def exported(device: str, address: int, length: int) -> Iterator[DmaBuf]:
+def export_dmabuf(device: str, address: int, length: int) -> Iterator[DmaBuf]:
     """Ask the driver that owns `length` bytes at `address` for a DMA-BUF of them, and close its descriptor at the end.
 
     A registration made with the descriptor outlives it, because the kernel holds the memory. Raises FabricError if the

@@ -18,7 +18,7 @@ from typing import Literal
 from aiote_native.verbs.symbols import load as load_libibverbs
 
 from ..errors import FabricError
-from .library import find
+from .library import find_libfabric
 from .ports import Port, read_ports
 from .stale_files import SHARED_MEMORY
 from .sysfs import read_topology
@@ -27,12 +27,12 @@ from .tree import Tree
 
 __all__ = [
     "OF_THE_MACHINE",
-    "Device",
     "Facts",
     "GidFacts",
     "Limit",
     "Net",
     "PortFacts",
+    "RdmaDevice",
     "gather",
     "node_state",
     "with_efa",
@@ -91,7 +91,7 @@ class PortFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class RdmaDevice:
     """An RDMA device; `node` is the result of opening its device node, whose name is `uverbs`."""
 
     name: str
@@ -125,7 +125,7 @@ class Facts:
 
     recorded: bool = False
     container: bool = False
-    devices: tuple[Device, ...] = ()
+    devices: tuple[RdmaDevice, ...] = ()
     cxi: int = 0
     gpus: tuple[int, ...] = ()
     net: str = ""
@@ -197,7 +197,7 @@ def _with_machine(facts: Facts, library: str) -> Facts:
     )
 
 
-def _devices(tree: Tree, topology: Topology, *, recorded: bool) -> list[Device]:
+def _devices(tree: Tree, topology: Topology, *, recorded: bool) -> list[RdmaDevice]:
     nics = {nic.name: nic for nic in topology.nics if nic.kind == "infiniband"}
     ports: dict[str, list[Port]] = {name: [] for name in nics}
     for port in read_ports(tree.root):
@@ -210,7 +210,7 @@ def _uverbs(tree: Tree) -> list[str]:
     return [name for name in tree.names("class/infiniband_verbs") if re.fullmatch(r"uverbs\d{1,5}", name, re.ASCII)]
 
 
-def _device(tree: Tree, nic: Nic, ports: list[Port], uverbs: str, *, recorded: bool) -> Device:
+def _device(tree: Tree, nic: Nic, ports: list[Port], uverbs: str, *, recorded: bool) -> RdmaDevice:
     folder = f"class/infiniband/{nic.name}"
     siw = tree.text(f"{folder}/node_desc").startswith(SOFTWARE_IWARP)
     software = siw or nic.virtual
@@ -218,7 +218,7 @@ def _device(tree: Tree, nic: Nic, ports: list[Port], uverbs: str, *, recorded: b
     node: Node = "unknown"
     if not recorded:
         node = node_state(os.path.join(DEVICE_NODES, uverbs)) if uverbs else "unloaded"
-    return Device(
+    return RdmaDevice(
         nic.name,
         "siw" if siw else _software_driver(tree, folder) if software else nic.driver,
         software,
@@ -335,7 +335,7 @@ def _shm_bytes() -> int | None:
 
 def _libfabric_error(library: str) -> str:
     try:
-        find(library)
+        find_libfabric(library)
     except FabricError as error:
         return str(error).partition(" To install one:")[0].rstrip(".")
     return ""

@@ -17,12 +17,12 @@ from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 
 from ..errors import FabricError, UsageError
-from .dmabuf import EXPORTERS, DmaBuf, exported
+from .dmabuf import EXPORTERS, DmaBuf, export_dmabuf
 from .reach import Reach, reach_of, stages
 
 if TYPE_CHECKING:
-    from aiote_native.buffers import Buffer
-    from aiote_native.provider import Registration
+    from aiote_native.buffers import AcquiredBuffer
+    from aiote_native.provider import NicRegistration
 
     from .contract import Rail
 
@@ -41,21 +41,21 @@ SLOW = 7
 class _Attempts:
     """Register one buffer with one rail after another. The DMA-BUF is exported once, for all rails."""
 
-    def __init__(self, buffer: Buffer, access: int, stack: contextlib.ExitStack) -> None:
+    def __init__(self, buffer: AcquiredBuffer, access: int, stack: contextlib.ExitStack) -> None:
         self.buffer = buffer
         self.access = access
         self.failed: list[FabricError] = []
         self._stack = stack
         self._exported: DmaBuf | FabricError | None = None
 
-    def register(self, rail: Rail) -> tuple[Registration | None, Reach]:
+    def register(self, rail: Rail) -> tuple[NicRegistration | None, Reach]:
         """Register with a rail, if the rail has a way to the memory. Raises StatusError from the driver."""
         if stages(rail, self.buffer.device):
             made = rail.device.register_gpu(*self._arguments)
             return made, reach_of(rail, self.buffer.device, made)
         if not rail.traits.dmabuf:
             return None, Reach("none", f"{rail.provider} reaches memory of the host only; other rails carry it")
-        ways: dict[str, Callable[[Rail], Registration]] = {"dmabuf": self._by_dmabuf}
+        ways: dict[str, Callable[[Rail], NicRegistration]] = {"dmabuf": self._by_dmabuf}
         if self.buffer.device == "cuda":
             ways["peermem"] = self._by_peermem
         reasons: list[str] = []
@@ -69,7 +69,7 @@ class _Attempts:
                 self._note(rail, error)
         return None, Reach("none", "; ".join(reasons) + "; other rails carry it")
 
-    def _ordered(self, made: Registration) -> str:
+    def _ordered(self, made: NicRegistration) -> str:
         """Ensure that data the NIC wrote is visible before it is counted; return how, as text for the reach.
 
         Closes the registration and raises StatusError if that is impossible.
@@ -95,10 +95,10 @@ class _Attempts:
     def _arguments(self) -> tuple[int, int, bool, int]:
         return self.buffer.address, self.buffer.nbytes, not self.buffer.readonly, self.access
 
-    def _by_dmabuf(self, rail: Rail) -> Registration:
+    def _by_dmabuf(self, rail: Rail) -> NicRegistration:
         if self._exported is None:
             try:
-                found = exported(self.buffer.device, self.buffer.address, self.buffer.nbytes)
+                found = export_dmabuf(self.buffer.device, self.buffer.address, self.buffer.nbytes)
                 self._exported = self._stack.enter_context(found)
             except FabricError as error:
                 self._exported = error
@@ -107,13 +107,13 @@ class _Attempts:
         address, length, writable, access = self._arguments
         return rail.device.register_dmabuf(self._exported.fd, self._exported.offset, length, address, writable, access)
 
-    def _by_peermem(self, rail: Rail) -> Registration:
+    def _by_peermem(self, rail: Rail) -> NicRegistration:
         if not any(path.exists() for path in PEER_MODULES):
             raise FabricError(errno.EOPNOTSUPP, "nvidia-peermem is not loaded", operation="register memory")
         return rail.device.register(*self._arguments)
 
 
-def register_gpu(rails: Sequence[Rail], buffer: Buffer, access: int) -> tuple[LocalMemory, dict[str, Reach]]:
+def register_gpu(rails: Sequence[Rail], buffer: AcquiredBuffer, access: int) -> tuple[LocalMemory, dict[str, Reach]]:
     """Register a buffer with all rails that reach it; return the registered memory and each rail's way to it.
 
     The caller has opened the driver. Raises UsageError if no kind of rail here reaches such memory, and FabricError or
@@ -127,7 +127,7 @@ def register_gpu(rails: Sequence[Rail], buffer: Buffer, access: int) -> tuple[Lo
             "which reach host memory only: register a pinned host buffer and copy to it, or open the engine with "
             "provider='local' or 'socket', or 'verbs' and its rails by name"
         )
-    made: list[Registration | None] = []
+    made: list[NicRegistration | None] = []
     reach: dict[str, Reach] = {}
     with contextlib.ExitStack() as stack:
         attempts = _Attempts(buffer, access, stack)

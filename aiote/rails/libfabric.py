@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiote_native.libfabric.device import Device, discover
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.libfabric.device import LibfabricDevice, discover
+from aiote_native.libfabric.endpoint import LibfabricEndpoint
 from aiote_native.status import StatusError
 
 from ..errors import AioteError, FabricError, UsageError
@@ -22,7 +22,16 @@ from .stale_files import mark
 if TYPE_CHECKING:
     from .topology import Nic, Place
 
-__all__ = ["UNTRIED", "LibfabricRail", "choose", "efa_state", "fabric_error", "fast_provider", "offered", "source_host"]
+__all__ = [
+    "UNTRIED",
+    "LibfabricRail",
+    "choose",
+    "efa_state",
+    "fabric_error",
+    "fast_provider",
+    "offered_nics",
+    "source_host",
+]
 
 SPINNING_TCP = (1, 18)
 """In 1.18.0 the wait descriptor of tcp is always readable; 1.18.1 fixed it."""
@@ -39,7 +48,7 @@ class LibfabricRail:
         """Open the domain. Raises FabricError that names provider and rail."""
         name = domain or node or provider
         try:
-            self.device = Device(provider, node, domain)
+            self.device = LibfabricDevice(provider, node, domain)
         except (StatusError, LookupError) as error:
             raise fabric_error(error, "open rail", name) from error
         self._attributes: dict[str, Any] = self.device.attributes
@@ -99,14 +108,14 @@ class LibfabricRail:
         """The IP address that the rail is bound to, or an empty string."""
         return source_host(self._attributes)
 
-    def open_endpoint(self) -> Endpoint:
+    def open_endpoint(self) -> LibfabricEndpoint:
         own = mark()
         _require(require_descriptors, rail=self.name)
         _require(require_memory, rail=self.name)
         if self.traits.host_only:
             _require(require_shared_memory, own, rail=self.name)
         try:
-            return Endpoint(self.device, self.traits.waits, mark=own)
+            return LibfabricEndpoint(self.device, self.traits.waits, mark=own)
         except StatusError as error:
             if error.errno == errno.ENOMEM and error.operation == "fi_enable":
                 raise self._no_room() from error
@@ -229,7 +238,7 @@ def fast_provider() -> str:
     return "verbs;ofi_rxm" if _offers("verbs;ofi_rxm") else ""
 
 
-def offered() -> dict[str, tuple[str, ...]]:
+def offered_nics() -> dict[str, tuple[str, ...]]:
     """Return the names of the NICs that each provider offers as rails, the best provider first.
 
     The library is open. A provider that is missing, or whose query fails, gets an empty tuple.

@@ -16,7 +16,7 @@ from aiote_native.libfabric import library as native
 
 from ..errors import FabricError, UsageError
 
-__all__ = ["OLDEST", "FoundLibrary", "find", "library_summary", "load"]
+__all__ = ["OLDEST", "FoundLibrary", "find_libfabric", "library_summary", "load"]
 
 OLDEST = (1, 17)
 """The oldest version that this package is built for and tested with (Debian 12's)."""
@@ -44,7 +44,7 @@ class FoundLibrary(NamedTuple):
     origin: str
 
 
-def find(explicit: str = "") -> FoundLibrary:
+def find_libfabric(explicit: str = "") -> FoundLibrary:
     """Choose the libfabric to use; `explicit` is the user's own path.
 
     Raises FabricError that names everything that was tried and the command that installs one.
@@ -52,15 +52,15 @@ def find(explicit: str = "") -> FoundLibrary:
     tried: list[str] = []
     if explicit:
         found = _probe(explicit, "AIOTE_LIBFABRIC", tried)
-        return _checked(found, tried)
+        return _check_version(found, tried)
     for path in EFA_PATHS:
         if os.path.exists(path) and (found := _probe(path, "EFA", tried)) is not None:
-            return _checked(found, tried)
+            return _check_version(found, tried)
     tried.extend(f"{path} (EFA): not there" for path in EFA_PATHS)
     candidates = [_probe(SONAME, "system", tried)]
     candidates.extend(_probe(path, "wheel", tried) for path in _wheel_paths(tried))
     best = max((found for found in candidates if found is not None), key=lambda found: found.version, default=None)
-    return _checked(best, tried)
+    return _check_version(best, tried)
 
 
 def load(explicit: str = "") -> FoundLibrary:
@@ -76,7 +76,7 @@ def load(explicit: str = "") -> FoundLibrary:
                 "use one library a process (set AIOTE_LIBFABRIC before the first engine is opened)"
             )
         return opened
-    found = find(explicit)
+    found = find_libfabric(explicit)
     try:
         native.load(found.path, DEFAULTS)
     except ImportError as error:
@@ -87,7 +87,7 @@ def load(explicit: str = "") -> FoundLibrary:
 def library_summary(explicit: str = "") -> str:
     """Return one line on the libfabric that is open or would be opened."""
     try:
-        found = load() if native.path() else find(explicit)
+        found = load() if native.path() else find_libfabric(explicit)
     except FabricError as error:
         return f"no libfabric: {error}"
     return f"libfabric {found.version[0]}.{found.version[1]} ({found.origin}: {found.path})"
@@ -110,7 +110,7 @@ def _probe(path: str, origin: str, tried: list[str]) -> FoundLibrary | None:
     return FoundLibrary(resolved, (major, minor), origin)
 
 
-def _checked(found: FoundLibrary | None, tried: list[str]) -> FoundLibrary:
+def _check_version(found: FoundLibrary | None, tried: list[str]) -> FoundLibrary:
     looked = "; ".join(tried)
     if found is None:
         raise FabricError(

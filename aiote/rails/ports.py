@@ -128,13 +128,13 @@ def choose_gid(port: Port, wanted: int | None = None) -> Gid:
     elif port.gids:
         # On InfiniBand, the subnet manager assigned the first GID.
         return max(port.gids, key=lambda gid: (gid.rank, -gid.index)) if port.ethernet else port.gids[0]
-    known = ", ".join(f"{gid.index} ({gid.ip}, {_way(gid)})" for gid in port.gids) or "none"
+    known = ", ".join(f"{gid.index} ({gid.ip}, {_protocol_name(gid)})" for gid in port.gids) or "none"
     asked = f"gid_index={wanted}: " if wanted is not None else ""
     hint = f"; give {' or '.join(port.nets) or 'its net device'} an IP address" if not port.gids else ""
     raise UsageError(f"{asked}port {port.name} has no such GID, it has {known}{hint}")
 
 
-def _way(gid: Gid) -> str:
+def _protocol_name(gid: Gid) -> str:
     return f"RoCE v{gid.version}" if gid.version else "InfiniBand"
 
 
@@ -148,14 +148,14 @@ def choose_ports(names: tuple[str, ...] | None, host: str, ports: tuple[Port, ..
             "`aiote doctor` says what else it lacks"
         )
     if names is not None:
-        return [_named(name, names, ports) for name in names]
+        return [_named_port(name, names, ports) for name in names]
     up = [port for port in ports if port.up]
     if not up:
         raise UsageError(f"provider='verbs': no port is up; there is {', '.join(port.name for port in ports)}")
     return [next((port for port in up if any(gid.ip == host for gid in port.gids)), up[0])]
 
 
-def _named(name: str, names: tuple[str, ...], ports: tuple[Port, ...]) -> Port:
+def _named_port(name: str, names: tuple[str, ...], ports: tuple[Port, ...]) -> Port:
     for port in ports:
         if name in (port.name, f"{port.device}:{port.number}", *port.nets) or any(gid.ip == name for gid in port.gids):
             return port

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from aiote_native.buffers import Buffer, acquire
+from aiote_native.buffers import AcquiredBuffer, acquire
 from aiote_native.core import Core
 from aiote_native.cuda.driver import device_of as device_at
 from aiote_native.cuda.events import EventPool
@@ -64,7 +64,7 @@ class PendingChannel:
         """
         return [fd for fd in (own.memory_fd, self.endpoint.memory_fd) if fd >= 0]
 
-    def take(self, descriptors: Sequence[int], wakeup: bytes, error: OSError | None = None) -> None:
+    def map_memory(self, descriptors: Sequence[int], wakeup: bytes, error: OSError | None = None) -> None:
         """Map the memory that the peer has shared, and close the descriptors; on failure `refused` says why."""
         left = list(descriptors)
         expected = 1 if self.endpoint.memory_fd < 0 else 2
@@ -177,22 +177,22 @@ class RailSet:
         """The descriptions of the rails."""
         return tuple(rail.info for rail in self.rails)
 
-    def register(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
+    def register(self, buffer: AcquiredBuffer, access: int = MAY_ALL) -> LocalMemory:
         """Register memory with every rail; `access` is what peers may do. On failure the buffer is released. Raises
         FabricError and UsageError.
         """
-        return self.keep(self.pin(buffer, access))
+        return self.keep_memory(self.pin(buffer, access))
 
-    def pins(self, buffer: Buffer) -> bool:
+    def pins(self, buffer: AcquiredBuffer) -> bool:
         """Tell whether registering the buffer pins pages, which takes the kernel time: host memory, and a NIC among the
         rails.
         """
         return buffer.device in HOST and any(rail.device.pins for rail in self.rails)
 
-    def pin(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
-        """Do the slow part of `register`, in any thread. The caller then calls `keep` in the engine's own thread."""
+    def pin(self, buffer: AcquiredBuffer, access: int = MAY_ALL) -> LocalMemory:
+        """Do the slow part of `register`, in any thread. The caller then calls `keep_memory` in the engine's thread."""
         try:
-            memory = self._registered(buffer, access)
+            memory = self._register_buffer(buffer, access)
         except BaseException as error:
             advice = locked_limit() if getattr(error, "errno", 0) == errno.ENOMEM and self.pins(buffer) else ""
             buffer.release()
@@ -204,12 +204,12 @@ class RailSet:
             self._rank(memory)
         return memory
 
-    def keep(self, memory: LocalMemory) -> LocalMemory:
+    def keep_memory(self, memory: LocalMemory) -> LocalMemory:
         """Record that memory was registered, and return it."""
         self._memories.add(memory)
         return memory
 
-    def _registered(self, buffer: Buffer, access: int) -> LocalMemory:
+    def _register_buffer(self, buffer: AcquiredBuffer, access: int) -> LocalMemory:
         if buffer.device in HOST:
             return LocalMemory(buffer, [rail.device for rail in self.rails], access)
         from .gpu_memory import register_gpu
@@ -218,9 +218,9 @@ class RailSet:
             open_driver(self._cuda)
         memory, reach = register_gpu(self.rails, buffer, access)
         self._reach[memory] = reach
-        return self._ordered(memory)
+        return self._order_gpu_memory(memory)
 
-    def _ordered(self, memory: LocalMemory) -> LocalMemory:
+    def _order_gpu_memory(self, memory: LocalMemory) -> LocalMemory:
         """Give CUDA memory the event pool of its device, and return the memory."""
         if memory.buffer.device != "cuda":
             return memory

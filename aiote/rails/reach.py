@@ -9,7 +9,7 @@ from aiote_native.cuda.driver import error_of, load
 from aiote_native.status import error_text
 
 if TYPE_CHECKING:
-    from aiote_native.provider import Registration
+    from aiote_native.provider import NicRegistration
     from aiote_native.workrequests import LocalMemory
 
     from .contract import Rail
@@ -42,7 +42,7 @@ def stages(rail: Rail, device: str) -> bool:
     return device == "cuda" and rail.device.stages
 
 
-def reach_of(rail: Rail, device: str, registration: Registration) -> Reach:
+def reach_of(rail: Rail, device: str, registration: NicRegistration) -> Reach:
     """Return how a rail that stages reaches memory of a GPU."""
     if registration.unshared == "":
         return Reach(

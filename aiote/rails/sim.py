@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from aiote_native.provider import NativeEndpoint
 from aiote_native.sim.nics import SimDevice
 from aiote_native.sim.null import NullEndpoint
-from aiote_native.sim.ports import Endpoint
+from aiote_native.sim.ports import SimEndpoint
 from aiote_native.sim.world import World
 from aiote_native.status import StatusError
 
@@ -50,7 +50,7 @@ class SimNetwork:
         self._identities = 0
 
     @property
-    def opened(self) -> bool:
+    def has_opened_engine(self) -> bool:
         """Whether an engine was ever opened on the network."""
         return self._world is not None
 
@@ -119,7 +119,7 @@ class SimRail:
         self.node = node
         self._speed = nic.speed_mbps
         # As real NICs differ, every other one addresses memory from 0 instead of by its virtual address.
-        self._endpoint = NullEndpoint if nic.numbers.get("null") else Endpoint
+        self._endpoint = NullEndpoint if nic.numbers.get("null") else SimEndpoint
         self.device = SimDevice(world, node, index, dict(nic.numbers), index % 2 == 1)
 
     @property

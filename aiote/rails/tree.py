@@ -62,7 +62,7 @@ class Tree:
                 found = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)]
         except (OSError, ValueError):
             return []
-        return sorted(found, key=_counting)
+        return sorted(found, key=_numeric_key)
 
     def devices(self, path: str) -> list[str]:
         """Return the names of a class's devices. These are links; `bonding_masters`, a file, is left out."""
@@ -96,7 +96,7 @@ class Tree:
         return Place(self.number(f"bus/pci/devices/{path[-1]}/numa_node", MAX_NODE, -1), path)
 
 
-def _counting(name: str) -> list[tuple[int, str]]:
+def _numeric_key(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts the numbers in names as numbers."""
     if len(name) <= 9 and name.isascii() and name.isdigit():  # fast path: a port may have a thousand GIDs
         return [(-1, ""), (int(name), ""), (-1, "")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiote_native.status import StatusError
 from aiote_native.verbs.nic import VerbsDevice
-from aiote_native.verbs.queuepairs import Endpoint
+from aiote_native.verbs.queuepairs import VerbsEndpoint
 from aiote_native.verbs.symbols import load
 
 from ..errors import FabricError
@@ -73,11 +73,11 @@ class VerbsRail:
         state = "up" if self.device.attributes["up"] else "down"
         return RailInfo(self.name, self.provider, speed, self.place.numa_node, state, "libibverbs")
 
-    def open_endpoint(self) -> Endpoint:
+    def open_endpoint(self) -> VerbsEndpoint:
         if not self.device.attributes["up"]:
             raise FabricError(100, "the port is down", operation="open endpoint", rail=self.name)
         try:
-            return Endpoint(self.device)
+            return VerbsEndpoint(self.device)
         except StatusError as error:
             raise fabric_error(error, "open endpoint", self.name) from error
 

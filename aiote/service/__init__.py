@@ -17,7 +17,7 @@ from .errors import (
     RemoteError,
 )
 from .interceptors import CallInfo, Interceptor
-from .members import Members
+from .members import MemberSource
 from .running import current_call
 from .server import Health, HealthStatus, Server, serve
 from .stream import Stream
@@ -36,7 +36,7 @@ __all__ = [
     "Interceptor",
     "InvalidCallError",
     "Limits",
-    "Members",
+    "MemberSource",
     "NotServedError",
     "Out",
     "RemoteError",

@@ -14,13 +14,13 @@ import anyio.lowlevel
 
 from ..aio import LoopTask, Signal, current_loop
 
-__all__ = ["Bell", "TaskScope", "beside", "report", "to_the_end"]
+__all__ = ["LazySignal", "TaskScope", "report_callback_error", "run_background_tasks", "run_shielded"]
 
 
-class Bell:
-    """A condition that several tasks wait for repeatedly; `ring` wakes the tasks that wait now.
+class LazySignal:
+    """A condition that several tasks wait for repeatedly; `wake_all` wakes the tasks that wait now.
 
-    The first wait makes the underlying `Signal` for the running loop, so a Bell can be made where no loop runs.
+    The first wait makes the underlying `Signal` for the running loop, so a LazySignal can be made where no loop runs.
     """
 
     __slots__ = ("_signal",)
@@ -28,7 +28,7 @@ class Bell:
     def __init__(self) -> None:
         self._signal: Signal | None = None
 
-    def ring(self) -> None:
+    def wake_all(self) -> None:
         """Wake all waiting tasks."""
         if self._signal is not None:
             self._signal.set()
@@ -41,7 +41,7 @@ class Bell:
 
 
 class TaskScope:
-    """The tasks that run beside a body until the body ends. Made by `beside`.
+    """The tasks that run beside a body until the body ends. Made by `run_background_tasks`.
 
     The tasks are the loop's own and belong to no cancel scope. So they keep running when a scope around the body is
     cancelled, because the body may shield its shutdown and rely on them meanwhile. Such a task also costs a fifth of a
@@ -82,7 +82,7 @@ class TaskScope:
 
 
 @asynccontextmanager
-async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[TaskScope]:
+async def run_background_tasks(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[TaskScope]:
     """Run functions beside the body and cancel them at its end. Entering does not wait.
 
     Enter and leave it in the same task, because a cancel scope spans the body. The first error of the body or of a
@@ -97,12 +97,12 @@ async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Tas
         except Exception as error:
             tasks.failures.append(error)
         finally:
-            await to_the_end(tasks.close)
+            await run_shielded(tasks.close)
     if tasks.failures:
         raise tasks.failures[0]
 
 
-async def to_the_end(step: Callable[[], Awaitable[object]]) -> None:
+async def run_shielded(step: Callable[[], Awaitable[object]]) -> None:
     """Await a step until it completes, even if the wait is cancelled; then raise the last cancellation.
 
     A shielded scope delays anyio's cancellations, but a plain `task.cancel()` or `asyncio.timeout` interrupts the step.
@@ -121,6 +121,6 @@ async def to_the_end(step: Callable[[], Awaitable[object]]) -> None:
         raise interruption
 
 
-def report(error: BaseException) -> None:
+def report_callback_error(error: BaseException) -> None:
     """Report the exception of a user's callback to `sys.excepthook`; it does not end the code that called it."""
     sys.excepthook(type(error), error, error.__traceback__)

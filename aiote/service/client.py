@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 import aiote
 
 from ..transfers import SharedRegistration
-from .background import to_the_end
+from .background import run_shielded
 from .codec import check_dtype, describe_array
 from .definition import Method, Service, methods_of
-from .endpoint import Endpoint, Limits
+from .endpoint import CallEndpoint, Limits
 from .errors import CallError, CallLostError, NotServedError, RemoteError
-from .exchange import Pending, begin, result_of
-from .frames import OutSpec, Status
-from .interceptors import CallInfo, Interceptor, intercepted
+from .exchange import PendingCall, begin, result_of
+from .frames import CallStatus, OutSpec
+from .interceptors import CallInfo, Interceptor, run_interceptors
 from .link import Link
-from .members import Chooser, Members
+from .members import Chooser, MemberSource
 from .memory import LEND_BYTES
-from .stream import Incoming, Stream
+from .stream import IncomingStream, Stream
 
-__all__ = ["Members", "client"]
+__all__ = ["MemberSource", "client"]
 
 S = TypeVar("S", bound=Service)
 ATTEMPTS = 3
@@ -47,14 +47,14 @@ class Caller:
         wait: bool,
         limits: Limits | None,
     ) -> None:
-        self.endpoint = Endpoint.of(engine, limits)
+        self.endpoint = CallEndpoint.of(engine, limits)
         self.wait = wait
         self._interceptors = tuple(interceptors)
         self._link: Link | None = None
         if isinstance(target, aiote.Address | str | aiote.Peer):
             self._target: aiote.Address | str | aiote.Peer | Chooser = target
         else:
-            self._target = Chooser(target, self.endpoint, self._reach)
+            self._target = Chooser(target, self.endpoint, self._connect)
 
     # Choosing a link.
 
@@ -63,10 +63,10 @@ class Caller:
         if isinstance(self._target, Chooser):
             return await self._target.choose(method.name, avoid)
         if self._link is None or self._link.lost:
-            self._link = await self._reach(self._target, method.name)
+            self._link = await self._connect(self._target, method.name)
         return self._link
 
-    async def _reach(self, target: aiote.Address | str | aiote.Peer, method: str) -> Link:
+    async def _connect(self, target: aiote.Address | str | aiote.Peer, method: str) -> Link:
         engine = self.endpoint.engine
         try:
             peer = target if isinstance(target, aiote.Peer) else await engine.connect(target)
@@ -86,23 +86,23 @@ class Caller:
     # One call.
 
     async def call(self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a method and return its result. Repeat a failed call where `_again` allows it, up to ATTEMPTS in all."""
-        bound = _bound(method, arguments, named)
+        """Call a method and return its result. Repeat a failed call if `_may_repeat` allows it, up to ATTEMPTS."""
+        bound = _bind_arguments(method, arguments, named)
         avoid: list[aiote.Address] = []
         for attempt in itertools.count(1):
             link: Link | None = None
             try:
                 link = await self.link(method, avoid)
                 if not self._interceptors:
-                    return await self._once(link, method, bound)
-                proceed = functools.partial(self._once, link, method, bound)
-                return await intercepted(self._interceptors, CallInfo(method.name, link.peer), proceed)
+                    return await self._call_once(link, method, bound)
+                proceed = functools.partial(self._call_once, link, method, bound)
+                return await run_interceptors(self._interceptors, CallInfo(method.name, link.peer), proceed)
             except CallError as error:
-                if not self._again(method, error, attempt, link, avoid):
+                if not self._may_repeat(method, error, attempt, link, avoid):
                     raise
         raise AssertionError
 
-    def _again(
+    def _may_repeat(
         self, method: Method, error: CallError, attempt: int, link: Link | None, avoid: list[aiote.Address]
     ) -> bool:
         """Tell whether to repeat a failed call: the method did not run or is idempotent, and a repetition may help.
@@ -112,12 +112,12 @@ class Caller:
         if link is not None:
             avoid.append(link.peer.address)
             if isinstance(self._target, Chooser):
-                self._target.rest(link, error)
+                self._target.pause_member(link, error)
         if attempt >= ATTEMPTS or error.ran == "yes" or (error.ran == "perhaps" and not method.idempotent):
             return False
         return isinstance(error, CallLostError) or isinstance(self._target, Chooser)
 
-    async def _once(self, link: Link, method: Method, bound: Any) -> Any:
+    async def _call_once(self, link: Link, method: Method, bound: Any) -> Any:
         if not method.outs:
             return await self._exchange(link, method, bound)
         outs = [_checked_out(method, name, getattr(bound, name)) for name in method.outs]
@@ -130,7 +130,7 @@ class Caller:
         finally:
             # However the call ended: once the leases are revoked, the server cannot write into the arrays any more.
             if leases:
-                await to_the_end(functools.partial(self._revoke, leases))
+                await run_shielded(functools.partial(self._revoke, leases))
         small = [array for array in outs if array.nbytes < LEND_BYTES]
         if [(array.shape, array.dtype) for array in small] != [(array.shape, array.dtype) for array in filled]:
             raise RemoteError(method.name, "ValueError", "it has filled other arrays than it was given")
@@ -161,14 +161,14 @@ class Caller:
 
     async def _exchange(self, link: Link, method: Method, bound: Any) -> Any:
         """Send a call and return its result. If the wait is cancelled, cancel the call at the peer as well."""
-        pending = Pending(link)
+        pending = PendingCall(link)
         await begin(pending, method, bound, wait=self.wait)
         try:
             await pending.waiter
         except BaseException:
             pending.abandon()
             raise
-        if pending.end is not None and pending.end.status == Status.CANCELLED and pending.deadline < math.inf:
+        if pending.end is not None and pending.end.status == CallStatus.CANCELLED and pending.deadline < math.inf:
             # The server's clock reached the deadline first. Give the caller's own scope, if it still exists, the time
             # to cancel this wait.
             await anyio.sleep_until(pending.deadline + LATE_S)
@@ -176,20 +176,20 @@ class Caller:
 
     def stream(self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Stream:
         """Return the items of a stream. The call begins when the first item is awaited."""
-        bound = _bound(method, arguments, named)
+        bound = _bind_arguments(method, arguments, named)
 
-        async def start(avoid: list[aiote.Address]) -> Incoming:
+        async def start(avoid: list[aiote.Address]) -> IncomingStream:
             link = await self.link(method, avoid)
-            begun: list[Incoming] = []
+            begun: list[IncomingStream] = []
 
             async def proceed() -> None:
                 if begun:
                     raise RuntimeError(f"{method.name}: an interceptor proceeds once")
-                begun.append(Incoming(link, method))
+                begun.append(IncomingStream(link, method))
                 await begin(begun[0], method, bound, wait=self.wait)
 
             try:
-                await intercepted(self._interceptors, CallInfo(method.name, link.peer), proceed)
+                await run_interceptors(self._interceptors, CallInfo(method.name, link.peer), proceed)
             except BaseException:
                 for incoming in begun:
                     incoming.abandon()
@@ -198,10 +198,10 @@ class Caller:
                 raise RuntimeError(f"{method.name}: an interceptor has not proceeded, and a stream has no other items")
             return begun[0]
 
-        return Stream(start, functools.partial(self._again, method))
+        return Stream(start, functools.partial(self._may_repeat, method))
 
 
-def _bound(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _bind_arguments(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     try:
         return method.arguments(*arguments, **named)
     except TypeError as error:
@@ -219,7 +219,7 @@ def _checked_out(method: Method, name: str, array: object) -> NDArray[Any]:
     return array
 
 
-Target: TypeAlias = aiote.Address | str | aiote.Peer | Members
+Target: TypeAlias = aiote.Address | str | aiote.Peer | MemberSource
 
 
 def client(

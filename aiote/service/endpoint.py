@@ -17,11 +17,12 @@ import aiote
 
 from ..aio import EventLoop, LoopTask, Signal, Waiter, current_loop, run, wake
 from ..transfers import Access, Registrations, SharedRegistration
-from .background import report
+from .background import report_callback_error
 from .frames import (
     MAGIC,
     Ask,
     CallFrame,
+    CallStatus,
     Cancel,
     Credit,
     End,
@@ -31,13 +32,12 @@ from .frames import (
     HelloFrame,
     Items,
     Return,
-    Status,
     unpack,
 )
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
 from .memory import IDLE_S, Budget
 
-__all__ = ["Endpoint", "Limits", "Server"]
+__all__ = ["CallEndpoint", "CallHandler", "Limits"]
 
 SHARED = frozenset({"Health/1.check"})
 """Methods that every server has; the first server answers them for all servers of the engine."""
@@ -90,7 +90,7 @@ def frames_of(data: bytes) -> Iterator[Frame]:
     yield from unpack(data)
 
 
-class Server(Protocol):
+class CallHandler(Protocol):
     """An object that answers the calls of some methods."""
 
     @property
@@ -98,22 +98,22 @@ class Server(Protocol):
     def call(self, link: Link, frame: CallFrame) -> None: ...
 
 
-class Endpoint:
-    """The calls on one engine, in both directions. `Endpoint.of` returns it; it ends with the engine."""
+class CallEndpoint:
+    """The calls on one engine, in both directions. `CallEndpoint.of` returns it; it ends with the engine."""
 
-    _known: ClassVar[weakref.WeakKeyDictionary[aiote.Engine, Endpoint]] = weakref.WeakKeyDictionary()
+    _known: ClassVar[weakref.WeakKeyDictionary[aiote.Engine, CallEndpoint]] = weakref.WeakKeyDictionary()
 
     def __init__(self, engine: aiote.Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.loop: EventLoop = current_loop()
         # anyio's own function would look up the running loop each time, which takes a sixth of an empty call.
         self.deadline = anyio.lowlevel.current_token().backend_class.current_effective_deadline
-        self.servers: list[Server] = []
+        self.servers: list[CallHandler] = []
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
         self.registrations = Registrations(limits.kept_bytes, MAX_KEPT)
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
-        self._served: dict[str, Server] = {}
+        self._served: dict[str, CallHandler] = {}
         self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
         self._over = Signal(self.loop)
@@ -123,7 +123,7 @@ class Endpoint:
         self.spawn(self._listen, name="aiote service: messages")
 
     @classmethod
-    def of(cls, engine: aiote.Engine, limits: Limits | None = None) -> Endpoint:
+    def of(cls, engine: aiote.Engine, limits: Limits | None = None) -> CallEndpoint:
         """Return the endpoint of an engine; the first call makes it.
 
         Raises UsageError if other limits were set before, and for an engine whose message_bytes are too few for calls;
@@ -158,7 +158,7 @@ class Endpoint:
                 self._links[peer] = link
         return link
 
-    def add_server(self, server: Server) -> None:
+    def add_server(self, server: CallHandler) -> None:
         """Let a server answer the calls of its methods. Raises UsageError if one of them is served already."""
         served = sorted(name for name in server.methods if name in self._served and name not in SHARED)
         if served:
@@ -166,7 +166,7 @@ class Endpoint:
         self.servers.append(server)
         self._find_servers()
 
-    def remove_server(self, server: Server) -> None:
+    def remove_server(self, server: CallHandler) -> None:
         """Stop a server's methods from being served."""
         self.servers.remove(server)
         self._find_servers()
@@ -281,7 +281,7 @@ class Endpoint:
         except Exception as error:
             # This is an error of this engine. Report it here, and only disconnect the peer.
             link.incoming = iter(())
-            report(error)
+            report_callback_error(error)
             link.peer.disconnect("this side failed")
         return count
 
@@ -290,10 +290,10 @@ class Endpoint:
             case CallFrame():
                 self._call(link, frame)
             case End():
-                link.hold(frame.pieces)
+                link.hold_pieces(frame.pieces)
                 link.on_end(frame)
             case Items():
-                link.hold(frame.pieces)
+                link.hold_pieces(frame.pieces)
                 link.on_items(frame)
             case Credit():
                 running = link.running.get(frame.slot)
@@ -310,7 +310,7 @@ class Endpoint:
             case Return():
                 link.on_return(frame)
             case HelloFrame():
-                link.greeted(frame)
+                link.receive_hello(frame)
                 for call in link.unpark():
                     self._call(link, call)
 
@@ -326,12 +326,12 @@ class Endpoint:
         if frame.generation <= link.arrived.get(frame.slot, 0):
             raise ValueError(f"call {frame.generation} in slot {frame.slot} once more")
         link.arrived[frame.slot] = frame.generation
-        link.hold(frame.pieces)
+        link.hold_pieces(frame.pieces)
         if link.early.pop(frame.slot, 0) == frame.generation:
-            self.refuse(link, frame, Status.CANCELLED)
+            self.refuse(link, frame, CallStatus.CANCELLED)
         elif (server := self._served.get(frame.method)) is None:
             served = f"it serves {', '.join(sorted(self._served))}" if self._served else ""
-            self.refuse(link, frame, Status.NOT_SERVED, served[:400])
+            self.refuse(link, frame, CallStatus.NOT_SERVED, served[:400])
         else:
             server.call(link, frame)
 
@@ -340,7 +340,7 @@ class Endpoint:
         link.release(frame.pieces)
         body = text.encode()[:500]
         link.unsent.ends.add(frame.slot)
-        link.post(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
+        link.post_frame(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
 
     def _cancel(self, link: Link, frame: Cancel) -> None:
         """Cancel a call. If the call has not arrived yet, it is answered as cancelled when it arrives."""

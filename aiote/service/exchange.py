@@ -22,16 +22,16 @@ from .errors import (
     NotServedError,
     RemoteError,
 )
-from .frames import MAX_LEFT_S, CallFrame, End, Items, Piece, Status
+from .frames import MAX_LEFT_S, CallFrame, CallStatus, End, Items, Piece
 from .link import FRAME_BYTES, PIECE_BYTES, Link
 
-__all__ = ["Pending", "UnderWay", "begin", "failure", "result_of"]
+__all__ = ["PendingCall", "UnderWay", "begin", "failure", "result_of"]
 
 REFUSALS: dict[int, tuple[type[CallError], str]] = {
-    Status.BUSY: (BusyError, "the server has no room for it"),
-    Status.DRAINING: (DrainingError, "the server is draining, it takes no new calls"),
-    Status.NOT_SERVED: (NotServedError, "the peer serves no such method"),
-    Status.INVALID: (InvalidCallError, "the arguments do not fit the method"),
+    CallStatus.BUSY: (BusyError, "the server has no room for it"),
+    CallStatus.DRAINING: (DrainingError, "the server is draining, it takes no new calls"),
+    CallStatus.NOT_SERVED: (NotServedError, "the peer serves no such method"),
+    CallStatus.INVALID: (InvalidCallError, "the arguments do not fit the method"),
 }
 _failure = msgspec.msgpack.Decoder(tuple[list[str], str])
 
@@ -51,7 +51,7 @@ class UnderWay(ABC):
         self.deadline = math.inf
 
     @abstractmethod
-    def ended(self, end: End | None, reason: str) -> None:
+    def receive_end(self, end: End | None, reason: str) -> None:
         """Take the call's End, or None and the reason why no End will come."""
 
     @abstractmethod
@@ -67,12 +67,12 @@ class UnderWay(ABC):
             return
         self.abandoned = True
         if self.end is not None:
-            self.link.free(self.end.pieces)
+            self.link.free_pieces(self.end.pieces)
         elif self.slot >= 0 and not self.reason:
             self.link.cancel(self.slot, self.generation)
 
 
-class Pending(UnderWay):
+class PendingCall(UnderWay):
     """A call with one result."""
 
     __slots__ = ("waiter",)
@@ -81,12 +81,12 @@ class Pending(UnderWay):
         super().__init__(link)
         self.waiter = link.endpoint.loop.waiter()
 
-    def ended(self, end: End | None, reason: str) -> None:
+    def receive_end(self, end: End | None, reason: str) -> None:
         """Take the end and wake the caller; if the call is abandoned, only free the memory of its pieces."""
         self.end, self.reason = end, reason
         if self.abandoned:
             if end is not None:
-                self.link.free(end.pieces)
+                self.link.free_pieces(end.pieces)
         else:
             self.link.endpoint.wake(self.waiter)
 
@@ -115,7 +115,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     try:
         body, arrays = encode(bound)
         fixed = 2 * len(method.name) + len(context.encode())
-        parcel = link.inline(body, arrays, fixed) or await link.bring(body, arrays, fixed, kept=True)
+        parcel = link.inline(body, arrays, fixed) or await link.place_arrays(body, arrays, fixed, kept=True)
     except BaseException as error:
         link.give_slot(slot, pending)
         _explain(method, error)
@@ -128,7 +128,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     size = FRAME_BYTES + fixed + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside, context)
     # Send at once if no other call could travel in the same message. Streams are few, so do not batch them either.
-    link.post(frame, size, now=method.stream or len(link.calls) == 1)
+    link.post_frame(frame, size, now=method.stream or len(link.calls) == 1)
 
 
 def _explain(method: Method, error: BaseException) -> NoReturn:
@@ -139,7 +139,7 @@ def _explain(method: Method, error: BaseException) -> NoReturn:
     raise error
 
 
-def result_of(pending: Pending, method: Method) -> Any:
+def result_of(pending: PendingCall, method: Method) -> Any:
     """Return the result of a call that has ended.
 
     Raises CallError, TimeoutError after the caller's deadline, and the exceptions that the method declares in `raises`.
@@ -148,15 +148,15 @@ def result_of(pending: Pending, method: Method) -> Any:
     if end is None:
         raise CallLostError(method.name, pending.reason, "perhaps")
     try:
-        if end.status != Status.DONE:
+        if end.status != CallStatus.DONE:
             raise failure(method, end, timed=pending.deadline < math.inf)
-        return link.read(method.read_result, end, end.body)
+        return link.read_value(method.read_result, end, end.body)
     except ValueError as error:
-        if end.status != Status.DONE:
+        if end.status != CallStatus.DONE:
             raise
         raise RemoteError(method.name, "ValidationError", f"of its result: {error}") from error
     finally:
-        link.free(end.pieces)
+        link.free_pieces(end.pieces)
 
 
 def failure(method: Method, end: End, *, timed: bool) -> Exception:
@@ -164,9 +164,9 @@ def failure(method: Method, end: End, *, timed: bool) -> Exception:
     if end.status in REFUSALS:
         kind, reason = REFUSALS[end.status]
         return kind(method.name, end.body.decode(errors="replace") or reason)
-    if end.status == Status.CANCELLED:
+    if end.status == CallStatus.CANCELLED:
         return TimeoutError(f"{method.name}: its time is up") if timed else RemoteError(method.name, "Cancelled", "")
-    if end.status == Status.STOPPED:
+    if end.status == CallStatus.STOPPED:
         return CallLostError(method.name, "its server was stopped", "perhaps")
     try:
         names, text = _failure.decode(end.body)

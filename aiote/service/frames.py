@@ -23,6 +23,7 @@ __all__ = [
     "VERSION",
     "Ask",
     "CallFrame",
+    "CallStatus",
     "Cancel",
     "Credit",
     "End",
@@ -35,7 +36,6 @@ __all__ = [
     "OutSpec",
     "Piece",
     "Return",
-    "Status",
     "pack",
     "unpack",
 ]
@@ -59,7 +59,7 @@ Piece: TypeAlias = tuple[Number, Count, Count]
 Pieces: TypeAlias = Annotated[list[Piece], msgspec.Meta(max_length=256)]
 
 
-class Status:
+class CallStatus:
     """How a call ended."""
 
     DONE = 0

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import aiote
 
-__all__ = ["CallInfo", "Interceptor", "intercepted"]
+__all__ = ["CallInfo", "Interceptor", "run_interceptors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ stream at the server.
 """
 
 
-async def intercepted(
+async def run_interceptors(
     interceptors: Sequence[Interceptor], info: CallInfo, proceed: Callable[[], Awaitable[Any]]
 ) -> Any:
     """Run a call through interceptors; the first one is outermost."""

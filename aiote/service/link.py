@@ -14,14 +14,14 @@ import aiote
 
 from ..aio import Signal
 from ..rails import unfolded_bytes
-from .background import report
+from .background import report_callback_error
 from .codec import decode
 from .frames import VERSION, Ask, CallFrame, Cancel, End, Frame, Free, Grant, HelloFrame, Items, Piece, Return
 from .memory import Borrowed, Lent, Staging
 from .unsent import Unsent
 
 if TYPE_CHECKING:
-    from .endpoint import Endpoint
+    from .endpoint import CallEndpoint
 
 __all__ = ["Link", "OutgoingCall", "Parcel", "kept_bytes"]
 
@@ -69,7 +69,7 @@ class OutgoingCall(Protocol):
     arrived: int
     """The number of stream items that have arrived."""
 
-    def ended(self, end: End | None, reason: str) -> None:
+    def receive_end(self, end: End | None, reason: str) -> None:
         """Take the call's End, or None and the reason why no End will come."""
 
     def items(self, frame: Items) -> None:
@@ -89,9 +89,9 @@ class Served(Protocol):
 
 
 class Link:
-    """The calls, frames and memory that this engine shares with one peer. Made by `Endpoint.link_to`."""
+    """The calls, frames and memory that this engine shares with one peer. Made by `CallEndpoint.link_to`."""
 
-    def __init__(self, endpoint: Endpoint, peer: aiote.Peer) -> None:
+    def __init__(self, endpoint: CallEndpoint, peer: aiote.Peer) -> None:
         self.endpoint, self.peer = endpoint, peer
         engine, loop = endpoint.engine, endpoint.loop
         self.lost = ""
@@ -101,8 +101,8 @@ class Link:
             engine,
             loop,
             peer,
-            ask=lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES),
-            give_back=lambda number: self.post(Return(number), FRAME_BYTES),
+            ask=lambda nbytes: self.post_frame(Ask(nbytes), FRAME_BYTES),
+            give_back=lambda number: self.post_frame(Return(number), FRAME_BYTES),
         )
         self.identity = peer.address.identity
         self.share = endpoint.budget.share_of(self.identity)
@@ -143,9 +143,9 @@ class Link:
         limits = endpoint.limits
         message_bytes = endpoint.engine.config.message_bytes
         hello = HelloFrame(VERSION, asks, message_bytes, limits.slots, limits.stream_items, limits.stream_bytes)
-        self.post(hello, FRAME_BYTES, now=True)
+        self.post_frame(hello, FRAME_BYTES, now=True)
 
-    def greeted(self, hello: HelloFrame) -> None:
+    def receive_hello(self, hello: HelloFrame) -> None:
         """Take the peer's HelloFrame; answer it if it asks. Raises ValueError if its version or limits do not fit."""
         if hello.version != VERSION:
             raise ValueError(f"it speaks version {hello.version} of the protocol of calls, this side version {VERSION}")
@@ -198,7 +198,7 @@ class Link:
             return
         self.give_slot(frame.slot, caller)
         self.take_back(caller.pieces)
-        caller.ended(frame, "")
+        caller.receive_end(frame, "")
 
     def on_items(self, frame: Items) -> None:
         """Hand items to their call. Raises ValueError if there is no such call."""
@@ -220,16 +220,16 @@ class Link:
         if self._asking:
             raise ValueError("it asks for memory while it is given some")
         self._asking = True
-        self.endpoint.spawn(self._lend, frame.nbytes, name="aiote service: lend memory")
+        self.endpoint.spawn(self._lend_memory, frame.nbytes, name="aiote service: lend memory")
 
-    async def _lend(self, nbytes: int) -> None:
+    async def _lend_memory(self, nbytes: int) -> None:
         try:
             grant = Grant(*await self.lent.lend(nbytes))
         except (BlockingIOError, aiote.AioteError) as error:
             grant = Grant(0, 0, b"", str(error)[:500])
         finally:
             self._asking = False
-        self.post(grant, FRAME_BYTES + len(grant.descriptor) + len(grant.reason.encode()))
+        self.post_frame(grant, FRAME_BYTES + len(grant.descriptor) + len(grant.reason.encode()))
 
     def on_grant(self, frame: Grant) -> None:
         """Take the answer to this engine's Ask. Raises ValueError if this engine did not ask for it."""
@@ -249,7 +249,7 @@ class Link:
 
     # Bytes that the peer has placed in this engine's memory.
 
-    def hold(self, pieces: list[Piece]) -> None:
+    def hold_pieces(self, pieces: list[Piece]) -> None:
         """Record the pieces that a frame has placed here, until `release`.
 
         Raises ValueError if the pieces together have more bytes than the lent memory: then they overlap, and the peer
@@ -264,11 +264,11 @@ class Link:
         """Record that these pieces were read."""
         self._held_bytes -= sum([piece[2] for piece in pieces])
 
-    def free(self, pieces: list[Piece]) -> None:
+    def free_pieces(self, pieces: list[Piece]) -> None:
         """Record that these pieces were read, and tell the peer."""
         if pieces:
             self.release(pieces)
-            self.post(Free(pieces), FRAME_BYTES + PIECE_BYTES * len(pieces))
+            self.post_frame(Free(pieces), FRAME_BYTES + PIECE_BYTES * len(pieces))
 
     # Values.
 
@@ -281,7 +281,9 @@ class Link:
         self.endpoint.check_message(len(body))
         return Parcel(body, [], False) if not arrays and len(body) <= self.room - fixed else None
 
-    async def bring(self, body: bytes, arrays: list[NDArray[Any]], fixed: int = 0, *, kept: bool = False) -> Parcel:
+    async def place_arrays(
+        self, body: bytes, arrays: list[NDArray[Any]], fixed: int = 0, *, kept: bool = False
+    ) -> Parcel:
         """Write the arrays of a value, and a body that is too long, into the peer's memory; return the parcel.
 
         The bytes are there when this returns. `kept` keeps the registrations of the arrays for the next call. Raises
@@ -294,17 +296,17 @@ class Link:
         pieces: list[Piece] = []
         try:
             for array in arrays:
-                pieces.append(await self._push(array, kept))
+                pieces.append(await self._push_bytes(array, kept))
             outside = len(body) + PIECE_BYTES * len(pieces) > room
             if outside:
-                pieces.append(await self._push(body, False))
+                pieces.append(await self._push_bytes(body, False))
                 body = b""
         except BaseException:
             self.take_back(pieces)
             raise
         return Parcel(body, pieces, outside)
 
-    async def _push(self, data: NDArray[Any] | bytes, kept: bool) -> Piece:
+    async def _push_bytes(self, data: NDArray[Any] | bytes, kept: bool) -> Piece:
         """Write bytes into memory that the peer lends, and return their place."""
         endpoint = self.endpoint
         array = numpy.frombuffer(data, numpy.uint8) if isinstance(data, bytes) else numpy.ascontiguousarray(data)
@@ -340,7 +342,7 @@ class Link:
             self._unread.remove(piece)
             self.borrowed.give(piece)
 
-    def read(
+    def read_value(
         self,
         decoder: msgspec.msgpack.Decoder[Any],
         frame: CallFrame | End | Items,
@@ -352,13 +354,13 @@ class Link:
         `charge` is called with the estimated bytes of the decoded objects, unless the body is short. Raises ValueError,
         and the exceptions of `charge`.
         """
-        body, take = self.opened(frame, body, charge)
+        body, take = self.open_body(frame, body, charge)
         return decode(decoder, body, take)
 
-    def opened(
+    def open_body(
         self, frame: CallFrame | End | Items, body: bytes, charge: Callable[[int], object] | None = None
     ) -> tuple[bytes, Callable[[int, int], memoryview]]:
-        """Check the bounds of a body; return it and the function that finds its arrays, for `decode`. See `read`."""
+        """Check the bounds of a body; return it and the function that finds its arrays, for `decode`."""
         unread = dict(enumerate(frame.pieces))
 
         def take(number: int, nbytes: int) -> memoryview:
@@ -402,7 +404,7 @@ class Link:
 
     # Frames.
 
-    def post(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
+    def post_frame(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
         """Send a frame of at most `nbytes` bytes, together with the other frames of this turn of the loop, or `now`.
 
         If too many frames wait for the peer because it takes no messages, disconnect it.
@@ -454,7 +456,7 @@ class Link:
             return
         self.endpoint.messages += 1
         self.endpoint.message_bytes += len(data)
-        self.unsent.sent(count)
+        self.unsent.record_sent(count)
 
     async def _wait_for_room(self) -> None:
         try:
@@ -473,12 +475,12 @@ class Link:
         if not (self.peer.lost or self.endpoint.engine.closed):
             # Do not report a connection that has just broken: the callers get its error.
             if not isinstance(error, aiote.TransferError | aiote.PeerError):
-                report(error)
+                report_callback_error(error)
             self.peer.disconnect("what this side has to say cannot be sent")
 
     def cancel(self, slot: int, generation: int) -> None:
         """Tell the peer that a call is cancelled."""
-        self.post(Cancel(slot, generation), FRAME_BYTES, now=True)
+        self.post_frame(Cancel(slot, generation), FRAME_BYTES, now=True)
 
     # The end.
 
@@ -492,5 +494,5 @@ class Link:
         self.borrowed.close(aiote.PeerLostError(str(self.peer.address), self.lost))
         calls, self.calls = tuple(self.calls.values()), {}
         for caller in calls:
-            caller.ended(None, self.lost)
+            caller.receive_end(None, self.lost)
         self._changed.set()

@@ -12,11 +12,11 @@ import anyio
 import aiote
 
 from ..aio import Signal
-from .endpoint import Endpoint
+from .endpoint import CallEndpoint
 from .errors import CallError, DrainingError, NotServedError
 from .link import Link
 
-__all__ = ["Chooser", "Members"]
+__all__ = ["Chooser", "MemberSource"]
 
 AGAIN_S = 5.0
 """How long the client leaves a member alone that takes no calls or could not be reached. After each further failure
@@ -37,7 +37,7 @@ depend on the number of members.
 """
 
 
-class Members(Protocol):
+class MemberSource(Protocol):
     """Several servers of one service."""
 
     async def addresses(self) -> Sequence[aiote.Address]:
@@ -51,7 +51,7 @@ class Chooser:
     """Chooses among members. `reach` returns the link to an address after its handshake, or raises CallError."""
 
     def __init__(
-        self, members: Members, endpoint: Endpoint, reach: Callable[[aiote.Address, str], Awaitable[Link]]
+        self, members: MemberSource, endpoint: CallEndpoint, reach: Callable[[aiote.Address, str], Awaitable[Link]]
     ) -> None:
         self._members, self._endpoint, self._reach = members, endpoint, reach
         self._seen: Sequence[aiote.Address] | None = None
@@ -65,7 +65,7 @@ class Chooser:
         self._failure: Exception | None = None
         self._changed = Signal(endpoint.loop)
         # Begin at an index of this engine's own, so that not all clients begin with the same member.
-        self._turn = int.from_bytes(endpoint.engine.address.identity[:2], "big")
+        self._next_start = int.from_bytes(endpoint.engine.address.identity[:2], "big")
 
     async def choose(self, method: str, avoid: Sequence[aiote.Address]) -> Link:
         """Return the link to the member with the fewest calls of this client.
@@ -77,11 +77,11 @@ class Chooser:
         while True:
             addresses = await self._members.addresses()
             if addresses is not self._seen or (self._again_at and self._look_at <= anyio.current_time()):
-                self._look(addresses, method)
-            link = self._least()
+                self._update_members(addresses, method)
+            link = self._least_loaded()
             if link is not None and not link.lost and link.peer.address not in avoid:
                 return link
-            self._look(addresses, method)
+            self._update_members(addresses, method)
             wanted = [link for link in self._choices if link.peer.address not in avoid]
             if not (wanted or self._connecting):
                 wanted = list(self._links.values())
@@ -92,7 +92,7 @@ class Chooser:
             with anyio.move_on_after(LOOK_S):
                 await self._changed.wait()
 
-    def rest(self, link: Link, error: CallError) -> None:
+    def pause_member(self, link: Link, error: CallError) -> None:
         """Leave a member alone for AGAIN_S if the error says that it takes no calls."""
         if isinstance(error, DrainingError | NotServedError):
             for address, known in self._links.items():
@@ -103,17 +103,17 @@ class Chooser:
         self._again_at[address] = anyio.current_time() + pause
         self._seen = None
 
-    def _least(self) -> Link | None:
+    def _least_loaded(self) -> Link | None:
         """Return the link with the fewest calls among COMPARED links; take equal ones in turn."""
         links = self._choices
         if not links:
             return None
-        self._turn = start = (self._turn + 1) % len(links)
+        self._next_start = start = (self._next_start + 1) % len(links)
         some = links[start : start + COMPARED]
         some += links[: min(COMPARED - len(some), start)]
         return min(some, key=_calls)
 
-    def _look(self, addresses: Sequence[aiote.Address], method: str) -> None:
+    def _update_members(self, addresses: Sequence[aiote.Address], method: str) -> None:
         """Update the members from their current addresses, and connect to the new ones."""
         self._seen, wanted, now = addresses, set(addresses), anyio.current_time()
         self._again_at = {address: at for address, at in self._again_at.items() if at > now and address in wanted}

@@ -20,8 +20,8 @@ import aiote
 from ..aio import LoopTask, Signal
 from .codec import array_of, check_dtype, decode, encode
 from .definition import Method
-from .frames import CallFrame, End, Items, OutSpec, Status
-from .interceptors import CallInfo, intercepted
+from .frames import CallFrame, CallStatus, End, Items, OutSpec
+from .interceptors import CallInfo, run_interceptors
 from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel, kept_bytes
 from .memory import LEND_BYTES
 
@@ -88,12 +88,14 @@ class Running:
 
     def start(self) -> None:
         """Run the call in a task."""
-        spawn = functools.partial(self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._after)
+        spawn = functools.partial(
+            self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._record_end
+        )
         self._task = self._server.context.run(spawn)
 
     def cancel(self) -> None:
         """Cancel the call, because the caller has cancelled it or is lost."""
-        self.stop(Status.CANCELLED)
+        self.stop(CallStatus.CANCELLED)
 
     def stop(self, status: int) -> None:
         """Cancel the call, and end it with this status. The first status counts; no effect after the end."""
@@ -104,21 +106,21 @@ class Running:
         if self._task is not None:
             self._task.cancel()
         else:
-            self._after()
+            self._record_end()
 
     def credit(self, taken: int) -> None:
         """Record that the caller has taken the first `taken` items. Raises ValueError if fewer were sent."""
         if self._outgoing is not None:
             self._outgoing.credit(taken)
 
-    def _after(self) -> None:
+    def _record_end(self) -> None:
         """Record that the call's task has ended, even if it never began."""
         if not self._ended:
-            self._end(Status.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
+            self._end(CallStatus.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
         # The task's context and the stream refer to this object. Break these cycles: with them, the garbage collector
         # would run every few calls.
         self._task = self._outgoing = None
-        self._server.over(self)
+        self._server.record_end(self)
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:
         self._ended = True
@@ -137,7 +139,7 @@ class Running:
         size = FRAME_BYTES + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
         end = End(self.frame.slot, self.generation, status, parcel.body, parcel.pieces, parcel.outside, items)
         # Send the end of the peer's last running call at once: no other end could travel in the same message.
-        link.post(end, size, now=not link.running)
+        link.post_frame(end, size, now=not link.running)
 
     async def _run(self) -> None:
         """Run the method and send the call's End, however the method ends."""
@@ -145,23 +147,23 @@ class Running:
         try:
             parcel = await self._within_deadline()
         except anyio.get_cancelled_exc_class():
-            # `_after` sends the End of a call that `stop` cancelled. A method that cancels itself has failed.
+            # `_record_end` sends the End of a call that `stop` cancelled. A method that cancels itself has failed.
             if self._status_if_cancelled is None:
-                self._end(Status.FAILED, self._described(RuntimeError("it was cancelled")))
+                self._end(CallStatus.FAILED, self._described(RuntimeError("it was cancelled")))
         except _Invalid as error:
-            self._end(Status.INVALID, Parcel(str(error).encode()[:500], [], False))
+            self._end(CallStatus.INVALID, Parcel(str(error).encode()[:500], [], False))
         except _NoRoom as error:
-            self._end(Status.BUSY, Parcel(str(error).encode()[:500], [], False))
+            self._end(CallStatus.BUSY, Parcel(str(error).encode()[:500], [], False))
         except Exception as error:
-            self._end(Status.FAILED, self._described(error))
+            self._end(CallStatus.FAILED, self._described(error))
         else:
             if parcel is not None:
-                self._end(Status.DONE, parcel)
+                self._end(CallStatus.DONE, parcel)
         finally:
             _current.reset(token)
 
     def _described(self, error: Exception) -> Parcel:
-        return Parcel(_described(error, self.link.room), [], False)
+        return Parcel(_describe_error(error, self.link.room), [], False)
 
     async def _within_deadline(self) -> Parcel | None:
         """Return the result's parcel, or None if the caller's deadline passed first."""
@@ -169,7 +171,7 @@ class Running:
             return await self._call()
         with anyio.CancelScope(deadline=self._deadline):
             return await self._call()
-        self._status_if_cancelled = Status.CANCELLED
+        self._status_if_cancelled = CallStatus.CANCELLED
         return None
 
     async def _call(self) -> Parcel:
@@ -183,7 +185,7 @@ class Running:
                 raise RuntimeError("an interceptor proceeds once")
             self._parcels.append(await self._proceed())
 
-        await intercepted(interceptors, self.info, proceed)
+        await run_interceptors(interceptors, self.info, proceed)
         if not self._parcels:
             raise RuntimeError("an interceptor has answered without the method")
         return self._parcels[0]
@@ -191,7 +193,7 @@ class Running:
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
         try:
-            body, take = link.opened(frame, frame.body, self._charge)
+            body, take = link.open_body(frame, frame.body, self._charge)
             # Count the arrays, too, because decoding copies them. One C call decodes the rest and keeps the GIL.
             if len(body) + sum(length for _, _, length in frame.pieces) < LONG_BYTES:
                 bound = decode(method.read_arguments, body, take)
@@ -234,7 +236,7 @@ class Running:
         budget.wait(self.link.share, nbytes, max(budget.peer, budget.total // 2))
         try:
             with anyio.move_on_after(RESULT_S) as scope:
-                return await self.link.bring(body, arrays)
+                return await self.link.place_arrays(body, arrays)
         finally:
             budget.over(self.link.share, nbytes)
             self._server.start_waiting()
@@ -271,7 +273,7 @@ class Running:
         return Parcel(b"", [], False)
 
 
-def _described(error: Exception, room: int) -> bytes:
+def _describe_error(error: Exception, room: int) -> bytes:
     """Encode an exception for the caller: the names of its classes, so that the caller may know one, and its text."""
     names = [kind.__name__[:200] for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)][:8]
     text = str(error)[: min(MAX_TEXT, room // 8)]
@@ -342,9 +344,9 @@ class _Outgoing:
         while self._sizes and (len(self._sizes) >= self._most_items or self._unread_bytes >= self._most_bytes):
             self.flush()
             await self._credit.wait()
-        if link.unsent.crowded:
+        if link.unsent.is_crowded:
             self.flush()
-            await link.unsent.uncrowded()
+            await link.unsent.wait_uncrowded()
         parcel = await self._running.place(item)
         size = len(parcel.body) + sum(piece[2] for piece in parcel.pieces)
         if parcel.pieces or self._batch_bytes + size + 8 > link.room:
@@ -378,7 +380,7 @@ class _Outgoing:
         first = self.sent - len(bodies)
         items = Items(frame.slot, frame.generation, first, bodies, parcel.pieces, parcel.outside)
         size = FRAME_BYTES + sum(map(len, bodies)) + 8 * len(bodies) + PIECE_BYTES * len(parcel.pieces)
-        self._link.post(items, size)
+        self._link.post_frame(items, size)
 
     def credit(self, taken: int) -> None:
         """Record that the reader has taken the first `taken` items. Raises ValueError if fewer were sent."""

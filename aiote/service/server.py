@@ -13,10 +13,10 @@ import msgspec
 import aiote
 
 from ..aio import Signal
-from .background import to_the_end
+from .background import run_shielded
 from .definition import Method, Service, method, methods_of
-from .endpoint import Endpoint, Limits
-from .frames import CallFrame, Number, Status
+from .endpoint import CallEndpoint, Limits
+from .frames import CallFrame, CallStatus, Number
 from .interceptors import Interceptor
 from .link import Link, kept_bytes
 from .running import Running
@@ -49,7 +49,7 @@ class Health(Service):
 class _Health(Health):
     name = "Health"
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: CallEndpoint) -> None:
         self._endpoint = endpoint
 
     @method(idempotent=True)
@@ -63,7 +63,9 @@ class _Health(Health):
 class Server:
     """The server that `serve` runs. `calls` counts the calls that it started, `refused` those that did not run."""
 
-    def __init__(self, endpoint: Endpoint, services: Sequence[Service], interceptors: Sequence[Interceptor]) -> None:
+    def __init__(
+        self, endpoint: CallEndpoint, services: Sequence[Service], interceptors: Sequence[Interceptor]
+    ) -> None:
         self.endpoint = endpoint
         self.interceptors = tuple(interceptors)
         self.draining = self._closed = False
@@ -101,13 +103,13 @@ class Server:
         limits = self.endpoint.limits
         known = self._methods[frame.method]
         if self.draining and not isinstance(known[1].__self__, _Health):  # type: ignore[attr-defined]
-            self._refuse(link, frame, Status.DRAINING)
+            self._refuse(link, frame, CallStatus.DRAINING)
         elif self._may_start(link):
             self._admit(link, frame, known, self._start)
         elif self.queued < limits.queue or self._make_room(link, kept_bytes(frame)):
             self._admit(link, frame, known, self._enqueue)
         else:
-            self._refuse(link, frame, Status.BUSY, f"{limits.calls} calls run, {limits.queue} wait")
+            self._refuse(link, frame, CallStatus.BUSY, f"{limits.calls} calls run, {limits.queue} wait")
 
     def _admit(
         self, link: Link, frame: CallFrame, known: tuple[Method, Callable[..., Any]], take: Callable[[Running], None]
@@ -115,7 +117,7 @@ class Server:
         try:
             running = Running(self, link, frame, *known)
         except BlockingIOError as error:
-            self._refuse(link, frame, Status.BUSY, str(error))
+            self._refuse(link, frame, CallStatus.BUSY, str(error))
             return
         take(running)
 
@@ -143,7 +145,7 @@ class Server:
         if greediest is None or len(greediest) <= own + 1:
             return False
         self.refused += 1
-        greediest[-1].stop(Status.BUSY)
+        greediest[-1].stop(CallStatus.BUSY)
         return True
 
     def _refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
@@ -158,7 +160,7 @@ class Server:
         running.link.running[running.frame.slot] = running
         running.start()
 
-    def over(self, running: Running) -> None:
+    def record_end(self, running: Running) -> None:
         """Record that a call has ended, and start waiting calls. Called once for each call."""
         identity = running.link.identity
         if running.queued:
@@ -208,9 +210,9 @@ class Server:
         """
         self.draining = self._closed = True
         for running in [one for queue in self._queues.values() for one in queue]:
-            running.stop(Status.DRAINING)
+            running.stop(CallStatus.DRAINING)
         for running in tuple(self._running):
-            running.stop(Status.STOPPED)
+            running.stop(CallStatus.STOPPED)
         while self._running:
             await self._changed.wait()
 
@@ -227,11 +229,11 @@ async def serve(
     times, each time other services. Raises UsageError if the annotations of a service cannot be used, if the engine
     serves it already, or if `limits` differ from those that were set before.
     """
-    endpoint = Endpoint.of(engine, limits)
+    endpoint = CallEndpoint.of(engine, limits)
     server = Server(endpoint, services, interceptors)
     endpoint.add_server(server)
     try:
         yield server
     finally:
         endpoint.remove_server(server)
-        await to_the_end(server.close)
+        await run_shielded(server.close)

@@ -16,19 +16,19 @@ from ..errors import UsageError
 from .definition import Method
 from .errors import CallError, CallLostError, RemoteError
 from .exchange import UnderWay, failure
-from .frames import Credit, End, Items, Status
+from .frames import CallStatus, Credit, End, Items
 from .link import FRAME_BYTES, UNFOLDING, Link
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Incoming", "Stream"]
+__all__ = ["IncomingStream", "Stream"]
 
 Hear: TypeAlias = Callable[[Any], object]
 Ended: TypeAlias = Callable[[Exception | None], object]
 
 
-class Incoming(UnderWay):
+class IncomingStream(UnderWay):
     """A stream in flight: the items that have arrived, in any order, and how many of them the reader has taken.
 
     Items are decoded on arrival, so that no item keeps a place in lent memory for which other calls of this peer wait.
@@ -59,11 +59,11 @@ class Incoming(UnderWay):
         self._listener: tuple[Hear, Ended] | None = None
         self._damage: RemoteError | None = None
 
-    def ended(self, end: End | None, reason: str) -> None:
+    def receive_end(self, end: End | None, reason: str) -> None:
         """Take the end. Every item before it has arrived."""
         self.end, self.reason = end, reason
         if self.abandoned and end is not None:
-            self.link.free(end.pieces)
+            self.link.free_pieces(end.pieces)
         self._wake()
 
     def items(self, frame: Items) -> None:
@@ -79,7 +79,7 @@ class Incoming(UnderWay):
         self.arrived += len(frame.bodies)
         if not self.abandoned:
             self._keep(frame, limits.stream_bytes)
-        self.link.free(frame.pieces)
+        self.link.free_pieces(frame.pieces)
 
     def _keep(self, frame: Items, limit: int) -> None:
         pieces = sum([piece[2] for piece in frame.pieces])
@@ -93,7 +93,7 @@ class Incoming(UnderWay):
         for body, size in zip(frame.bodies, sizes, strict=True):
             before = self._unfolded
             try:
-                item = self.link.read(self._method.read_result, frame, body, self._charge)
+                item = self.link.read_value(self._method.read_result, frame, body, self._charge)
             except ValueError as error:
                 item = RemoteError(self._method.name, "ValidationError", f"of an item: {error}")
             kept.append((item, size, self._unfolded - before))
@@ -153,7 +153,7 @@ class Incoming(UnderWay):
         # limit may be lower.
         if self.end is None and (self._taken - self._told >= self._half or not self._ready):
             self._told = self._taken
-            self.link.post(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
+            self.link.post_frame(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
         if isinstance(item, RemoteError):
             raise item
         return item
@@ -162,7 +162,7 @@ class Incoming(UnderWay):
     def _half(self) -> int:
         return self.link.endpoint.limits.stream_items // 2
 
-    async def over(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until the method has ended at the server, or the peer is lost."""
         while self.end is None and not self.reason:
             self._waiter = self.link.endpoint.loop.waiter()
@@ -172,7 +172,7 @@ class Incoming(UnderWay):
         """Return the error with which the stream has ended; None if it ended after its last item."""
         if self.end is None:
             return CallLostError(self._method.name, self.reason, "perhaps")
-        if self.end.status != Status.DONE:
+        if self.end.status != CallStatus.DONE:
             return failure(self._method, self.end, timed=False)
         return None
 
@@ -194,11 +194,11 @@ class Stream(AsyncIterator[Any]):
 
     def __init__(
         self,
-        start: Callable[[list[Address]], Awaitable[Incoming]],
+        start: Callable[[list[Address]], Awaitable[IncomingStream]],
         again: Callable[[CallError, int, Link | None, list[Address]], bool],
     ) -> None:
         self._start, self._again = start, again
-        self._incoming: Incoming | None = None
+        self._incoming: IncomingStream | None = None
         self._over = self._reading = self._listened = False
 
     async def __anext__(self) -> Any:
@@ -258,7 +258,7 @@ class Stream(AsyncIterator[Any]):
         """
         self.close()
         if self._incoming is not None:
-            await self._incoming.over()
+            await self._incoming.wait_ended()
 
     def __del__(self) -> None:
         # This may run in any thread and between any two steps, so leave it to the loop's next turn.

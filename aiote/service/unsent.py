@@ -47,7 +47,7 @@ class Unsent:
             count += 1
         return pack(self._frames[:count]), count
 
-    def sent(self, count: int) -> None:
+    def record_sent(self, count: int) -> None:
         """Record that the first `count` frames were sent."""
         nbytes = sum(self._sizes[:count])
         self._nbytes -= nbytes
@@ -56,19 +56,19 @@ class Unsent:
             if isinstance(frame, End):
                 self.ends.discard(frame.slot)
         del self._frames[:count], self._sizes[:count]
-        if not self.crowded:
+        if not self.is_crowded:
             self._drained.set()
 
     @property
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """Whether at least CROWDED_BYTES of frames wait for the peer."""
         return self._nbytes >= CROWDED_BYTES
 
-    async def uncrowded(self) -> None:
+    async def wait_uncrowded(self) -> None:
         """Wait until fewer than CROWDED_BYTES of frames wait for the peer."""
-        while self.crowded:
+        while self.is_crowded:
             await self._drained.wait()
 
     def close(self) -> None:
         """Drop all frames."""
-        self.sent(len(self._frames))
+        self.record_sent(len(self._frames))

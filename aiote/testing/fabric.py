@@ -130,7 +130,7 @@ class Fabric:
         current_network.reset(self._tokens.pop())
         if error is None:
             self.close()
-        elif self.network.opened and not self.network.world.children:
+        elif self.network.has_opened_engine and not self.network.world.children:
             self.network.close()
 
     def close(self) -> None:

@@ -30,15 +30,15 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
     if not isinstance(group, PeerGroup) or group.runtime is not counters.runtime:
         raise UsageError("barrier: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
     value = check_immediate(imm)
-    turn = group.rounds.get(value, 0)
-    if turn == BROKEN:
+    round_number = group.rounds.get(value, 0)
+    if round_number == BROKEN:
         raise UsageError(
             f"barrier: one on immediate {value:#x} is under way, was interrupted or failed, so the members' rounds may "
             "differ; have every member make its group again, and use another immediate"
         )
     if not len(group):
         return
-    imm_of_round = value ^ (turn & 1)
+    imm_of_round = value ^ (round_number & 1)
     # An interruption of this round leaves the other members in it. A member that finishes the round removes the mark.
     group.rounds[value] = BROKEN
     targets = [ScatterTarget(None, peer) for peer in group]
@@ -49,7 +49,7 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
         await _wait_for_all(counter, group.connections)
     finally:
         counter.release()
-    group.rounds[value] = turn + 1
+    group.rounds[value] = round_number + 1
 
 
 async def _wait_for_all(counter: Counter, peers: tuple[Destination, ...]) -> None:

@@ -95,7 +95,7 @@ class Counter(Counted):
 
     async def wait_unless(self, n: int, lost: Callable[[], BaseException | None] | None) -> None:
         """Wait as `wait` does, but call `lost` first and after each `wake_waits`; raise the error if it returns one."""
-        waiting = self._handle.begin(n) or self._handle.begin(self._checked(n), True)
+        waiting = self._handle.begin(n) or self._handle.begin(self._check_count(n), True)
         if waiting is None:
             raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
         while not waiting.satisfied:
@@ -127,7 +127,7 @@ class Counter(Counted):
         """Close this handle of the count without dropping the counts that were not consumed."""
         self._handle.close()
 
-    def _checked(self, n: object) -> int:
+    def _check_count(self, n: object) -> int:
         """Return n as a plain int. Raises UsageError or ClosedError if no wait for it can be queued."""
         if not isinstance(n, int) or not 0 <= n <= 1 << 40:
             raise UsageError(f"wait({n!r}): expected the number of writes to wait for, an integer from 0 to 2**40")
@@ -193,10 +193,10 @@ class CounterRow(Counted):
             if self._closed or waiting is None:
                 self._runtime.require_open()
                 raise ClosedError("the row of counters is closed")
-            await self._rest(waiting)
+            await self._wait_for_counts(waiting)
         return reached
 
-    async def _rest(self, waiting: CounterWait) -> None:
+    async def _wait_for_counts(self, waiting: CounterWait) -> None:
         """Sleep until this wait of the native core is over or the row is closed."""
         waiter = self._runtime.loop.waiter()
         others = waiting.waiter or []

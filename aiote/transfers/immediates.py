@@ -180,4 +180,4 @@ class ImmediateGrants:
             owner = self._firsts[behind - 1]
             if owner + self._counts[owner] > first:
                 return owner + self._counts[owner]
-        return first + count if any(map(self._runtime.core.counted, range(first, first + count))) else first
+        return first + count if any(map(self._runtime.core.is_counted, range(first, first + count))) else first

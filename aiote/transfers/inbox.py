@@ -98,7 +98,7 @@ class Inbox:
     def add(self, peer: Destination) -> None:
         """Receive messages of this peer from now on."""
         self._peers.append(peer)
-        self.arrived()
+        self.wake_receivers()
 
     def remove(self, peer: Destination) -> None:
         """Keep the messages that a lost peer had sent, because its pool goes away."""
@@ -114,18 +114,18 @@ class Inbox:
             oldest = self._departed.popleft()
             self._departed_bytes -= sum([len(message.data) for message in oldest])
             self.dropped += len(oldest)
-        self.arrived()
+        self.wake_receivers()
 
-    def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def add_counts(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return the core's counts, with the messages of lost peers added, kept and dropped; the core lacks these."""
-        return {**counts, "inbox": counts["inbox"] + self.departed, "dropped": self.dropped}
+        return {**counts, "inbox": counts["inbox"] + self.departed_messages, "dropped": self.dropped}
 
     @property
-    def departed(self) -> int:
+    def departed_messages(self) -> int:
         """The number of messages of lost peers that are kept."""
         return sum(map(len, tuple(self._departed)))
 
-    def take(self) -> Message | None:
+    def take_message(self) -> Message | None:
         """Take one message, from the peers in turn; None when there is none."""
         found = self._take(None)
         return None if found is None else Message(*found)
@@ -158,7 +158,7 @@ class Inbox:
                 return peer.peer, data
         self._early = self._core.inbox > 0
         if self._early:
-            # Do not keep calling the listener for messages that cannot be taken yet; `arrived` checks that.
+            # Do not keep calling the listener for messages that cannot be taken yet; `wake_receivers` checks that.
             self._core.on_messages = None
         return None
 
@@ -179,7 +179,7 @@ class Inbox:
 
     def _too_long(self, error: ValueError) -> UsageError:
         # The wake-up for this message was used up; another receiver may have room for it.
-        self.arrived()
+        self.wake_receivers()
         return UsageError(f"recv_into: {error}; the message stays")
 
     def _take_kept(self, kept: deque[Message], buffer: memoryview | None) -> tuple[Peer, Any]:
@@ -194,7 +194,7 @@ class Inbox:
             self._departed.remove(kept)
         return message.source, data
 
-    def arrived(self) -> None:
+    def wake_receivers(self) -> None:
         """Wake as many receivers as there are messages."""
         for waiter in self.receivers():
             wake(waiter)
@@ -206,10 +206,10 @@ class Inbox:
         if self._early:
             # Messages from peers that are still being connected cannot be taken yet, so they wake no receiver.
             ready = sum([peer.link.messages for peer in self._peers if peer.link is not None])
-        if self._listener is not None and ready + self.departed and not self._told:
+        if self._listener is not None and ready + self.departed_messages and not self._told:
             self._told = True
-            self._loop.call_soon(self._tell)
-        for _ in range(min(len(self._arrived), ready + self.departed)):
+            self._loop.call_soon(self._call_listener)
+        for _ in range(min(len(self._arrived), ready + self.departed_messages)):
             self._arrived.wake_one(woken.append)
         for peer, signal in self._selective.items():
             if peer.lost or (peer.link is not None and peer.link.messages):
@@ -238,10 +238,10 @@ class Inbox:
         self._listener, self._over = listener, over
         self._core.on_messages = listener
         self._core.expect_messages(1)
-        self.arrived()
+        self.wake_receivers()
         return stop
 
-    def _tell(self) -> None:
+    def _call_listener(self) -> None:
         self._told = False
         if self._listener is not None:
             self._core.on_messages = self._listener

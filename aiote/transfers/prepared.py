@@ -57,7 +57,7 @@ class PreparedTransfer(GroupTransfer):
     def description(self) -> str:
         """The operation in words, for error messages."""
         assert isinstance(self.targets, TargetRun)
-        return described(self.targets)
+        return describe_run(self.targets)
 
     def explain(self) -> TransferError:
         """Return the error that this request ended with; for an armed one, with the fault that the thread found."""
@@ -67,7 +67,7 @@ class PreparedTransfer(GroupTransfer):
         return self._error(cause, f"{self.description} failed, nothing was posted: {cause}")
 
 
-def described(run: TargetRun) -> str:
+def describe_run(run: TargetRun) -> str:
     """Return the operation of a run in words, for error messages."""
     verb = "write_pages" if run.prepared.page_bytes else "scatter"
     return f"prepared {verb} to {len(run)} targets"
@@ -140,7 +140,7 @@ class Prepared:
         """Post a run. Raises UsageError, ClosedError, PeerError, QueueFull or TransferError, always before posting."""
         order = None
         if self._pools or stream is not None:
-            order = order_behind(self._pools, stream, described(run))
+            order = order_behind(self._pools, stream, describe_run(run))
         transfer = run.start(PreparedTransfer, self.group, imm, order=order)
         return self._start_slowly(run, imm, order) if transfer is None else transfer
 
@@ -155,12 +155,12 @@ class Prepared:
                 source.require_open()
             link_of(peers[row])
             if lease and peers[row].lease_flight(lease) is None:
-                raise void_lease(GroupTransfer(self.group, peers, described(run)), peers[row], lease)
-        take_rooms(self._runtime, described(run), [peers[row] for row in rows])
+                raise void_lease(GroupTransfer(self.group, peers, describe_run(run)), peers[row], lease)
+        take_rooms(self._runtime, describe_run(run), [peers[row] for row in rows])
         transfer = run.start(PreparedTransfer, self.group, imm, admitted=True, order=order)
         if transfer is None:
             raise UsageError(
-                f"{described(run)}: the memory of a target was registered with fewer rails than its owner has "
+                f"{describe_run(run)}: the memory of a target was registered with fewer rails than its owner has "
                 "connected since; prepare it anew"
             )
         return transfer
@@ -275,13 +275,13 @@ class PreparedPages(Prepared):
         the next `counts[1]` to target 1, and so on; with a single target `counts` may be left out. Arrays and errors
         are as for `PreparedScatter.submit`.
         """
-        return self._start(self._run(local_pages, remote_pages, counts), checked(imm), stream)
+        return self._start(self._run(local_pages, remote_pages, counts), native_immediate(imm), stream)
 
     async def write(
         self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None, stream: Any = None
     ) -> None:
         """Write as `submit`, once there is room toward every member of the group; return when all pages are over."""
-        await self._write(self._run(local_pages, remote_pages, counts), checked(imm), stream)
+        await self._write(self._run(local_pages, remote_pages, counts), native_immediate(imm), stream)
 
     def _run(self, local_pages: Any, remote_pages: Any, counts: Any) -> TargetRun:
         try:
@@ -311,7 +311,7 @@ class PreparedPages(Prepared):
         return f"<PreparedPages of {self.page_bytes} bytes to {len(self)} targets>"
 
 
-def checked(imm: int | None) -> int:
+def native_immediate(imm: int | None) -> int:
     """Return an immediate as the native core takes it: NO_IMMEDIATE stands for None. Raises UsageError."""
     return NO_IMMEDIATE if imm is None else check_immediate(imm)
 
@@ -322,5 +322,5 @@ def one_or_each(imm: Any) -> tuple[int, Any]:
     Raises UsageError for an invalid immediate.
     """
     if imm is None or (hasattr(imm, "__index__") and not getattr(imm, "shape", ())):
-        return checked(imm), None
+        return native_immediate(imm), None
     return NO_IMMEDIATE, imm

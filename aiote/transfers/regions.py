@@ -34,7 +34,7 @@ from ..rails import (
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ..rails import Buffer, Reach
+    from ..rails import AcquiredBuffer, Reach
     from ..runtime import Runtime
     from .lease import Lease
     from .peer import Peer
@@ -103,7 +103,7 @@ class RegionState:
     reach: dict[str, Reach]
     parts: dict[tuple[int, int], LocalMemory] = field(default_factory=dict)
 
-    def part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
+    def register_part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
         """Return the registration of a slice, which the first call makes; its keys give access to these bytes only."""
         if (start, stop) == (0, whole.length):
             return whole
@@ -182,7 +182,7 @@ class Region(LocalSlice):
         # An empty slice needs no access, so its keys are 0.
         keys = [(0, 0) for _ in self.memory.keys]
         if self.nbytes:
-            keys = list(self._state.part(self.memory, self.start, self.start + self.nbytes).keys)
+            keys = list(self._state.register_part(self.memory, self.start, self.start + self.nbytes).keys)
         return bytes(
             RegionDescriptor(
                 owner=self._state.table.address,
@@ -326,15 +326,15 @@ class Regions:
 
     def register(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory with every rail; see `Engine.register`."""
-        buffer = self._borrowed(array, access)
-        return self._entered(self._runtime.rail_set.register(buffer, ACCESS[access]), access)
+        buffer = self._borrow_buffer(array, access)
+        return self._enter_region(self._runtime.rail_set.register(buffer, ACCESS[access]), access)
 
     async def register_async(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory, in a thread if that takes long; see `Engine.register_async`."""
         rail_set = self._runtime.rail_set
-        buffer = self._borrowed(array, access)
+        buffer = self._borrow_buffer(array, access)
         if not rail_set.pins(buffer):
-            return self._entered(rail_set.register(buffer, ACCESS[access]), access)
+            return self._enter_region(rail_set.register(buffer, ACCESS[access]), access)
         try:
             call = ThreadCall(
                 self._runtime.loop, partial(rail_set.pin, buffer, ACCESS[access]), LocalMemory.close, name=THREAD
@@ -351,9 +351,9 @@ class Regions:
             if call.returned:
                 self._calls.discard(call)
         self._runtime.require_open()
-        return self._entered(rail_set.keep(call.result()), access)
+        return self._enter_region(rail_set.keep_memory(call.result()), access)
 
-    def _borrowed(self, array: Any, access: Access) -> Buffer:
+    def _borrow_buffer(self, array: Any, access: Access) -> AcquiredBuffer:
         """Borrow the buffer of an array that may be registered with this access. Raises UsageError and ClosedError."""
         self._runtime.require_open()
         if access not in ACCESS:
@@ -367,7 +367,7 @@ class Regions:
             raise UsageError("register: access='write' of read-only memory opens nothing; register it with 'read'")
         return buffer
 
-    def _entered(self, memory: LocalMemory, access: Access) -> Region:
+    def _enter_region(self, memory: LocalMemory, access: Access) -> Region:
         """Make a region of registered memory, and enter it in the table."""
         memory.owner = self._runtime.core
         reach = self._runtime.rail_set.reach(memory)
@@ -382,7 +382,7 @@ class Regions:
                 self._runtime.events.emit("memory.staged", rail=rail, device=device, reason=found.reason)
         return region
 
-    def counted(self) -> dict[str, int]:
+    def count_regions(self) -> dict[str, int]:
         """Return the number of open regions, their bytes, and the number of registrations made so far."""
         return {
             "regions": len(self._regions),

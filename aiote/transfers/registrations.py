@@ -51,7 +51,7 @@ class Registrations:
         """Return the registration of some memory, with one more holder; None if there is none."""
         held = self._known.get(key)
         if held is not None:
-            self._use(held)
+            self._use_again(held)
             held.holders += 1
         return held
 
@@ -79,7 +79,7 @@ class Registrations:
         """Remove a registration from the table; return its region if it has no holders, which the caller closes."""
         if self._known.get(held.key) is held:
             del self._known[held.key]
-        return [held.region] if self._use(held) else []
+        return [held.region] if self._use_again(held) else []
 
     def trim(self, nbytes: int) -> list[Region]:
         """Keep at most `nbytes` without holders; return the regions of the others, which the caller closes."""
@@ -88,7 +88,7 @@ class Registrations:
             regions += self.forget(next(iter(self._idle)))
         return regions
 
-    def _use(self, held: SharedRegistration) -> bool:
+    def _use_again(self, held: SharedRegistration) -> bool:
         """Remove a registration from those without holders; return whether it was one of them."""
         if held not in self._idle:
             return False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.address import Address
 from ..core.striping import check_immediate
 from ..errors import UsageError
-from ..rails import check_elements, quick_send
+from ..rails import check_elements, try_submit_message
 from .pages import Pages
 from .peer import Peer
 from .regions import Region, RemoteRegion
@@ -116,7 +116,7 @@ class Requests:
         peer.submit(transfer, waits=waits)
         return transfer
 
-    def _own(self, region: Region, verb: str) -> Region:
+    def _require_own(self, region: Region, verb: str) -> Region:
         if region.memory.owner is not self._runtime.core:
             raise UsageError(
                 f"{verb}: the local region belongs to another engine; register the memory with this one too"
@@ -125,7 +125,7 @@ class Requests:
 
     def _owner_of(self, remote: RemoteRegion) -> Destination:
         """Return the owner of remote memory, and cache its link there so that the next transfer needs no search."""
-        peer = self._finder.find(remote.owner)
+        peer = self._finder.find_or_connect(remote.owner)
         if peer.connected:
             # A revocation must know the transfers that use its lease, so keep the lease's flight (None if void).
             if remote.lease:
@@ -150,7 +150,7 @@ class Requests:
         if src is None:
             order_behind((), stream, verb)
             return self._write_alone(dst, value, waits, rail)
-        source = self._own(_local(src, verb, "src"), verb)
+        source = self._require_own(_local(src, verb, "src"), verb)
         target = _remote(dst, verb, "dst")
         if source.nbytes != target.nbytes:
             raise UsageError(
@@ -185,7 +185,7 @@ class Requests:
         elif not isinstance(dst, (Peer, Address, str)):
             raise UsageError(f"write_imm: dst must be a RemoteRegion, a Peer or an Address, got {type(dst).__name__}")
         what = f"write_imm of immediate {value:#x} alone"
-        peer = self._finder.find(dst, what)
+        peer = self._finder.find_or_connect(dst, what)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
             self._runtime.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
@@ -204,7 +204,7 @@ class Requests:
         """Start one read."""
         self._runtime.require_open()
         source = _remote(src, "read", "src_remote")
-        target = self._own(_local(dst, "read", "dst_local"), "read")
+        target = self._require_own(_local(dst, "read", "dst_local"), "read")
         if source.nbytes != target.nbytes:
             raise UsageError(
                 f"read: src_remote has {source.nbytes} bytes, dst_local {target.nbytes}; "
@@ -243,11 +243,11 @@ class Requests:
         """Start paged writes."""
         self._runtime.require_open()
         _check_pages("write_pages", src, dst)
-        source = self._own(_local(src.region, "write_pages", "src.region"), "write_pages")
+        source = self._require_own(_local(src.region, "write_pages", "src.region"), "write_pages")
         target = _remote(dst.region, "write_pages", "dst.region")
         _check_writable("write_pages", target)
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
-        return self._paged("write_pages", src, source, dst, target, value, waits, rail, stream)
+        return self._start_pages("write_pages", src, source, dst, target, value, waits, rail, stream)
 
     def read_pages(
         self, src: Pages, dst: Pages, *, waits: bool = False, rail: str | int | None = None, stream: Any = None
@@ -256,11 +256,11 @@ class Requests:
         self._runtime.require_open()
         _check_pages("read_pages", src, dst)
         source = _remote(src.region, "read_pages", "src.region")
-        target = self._own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
+        target = self._require_own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
         _check_readable(source, target)
-        return self._paged("read_pages", dst, target, src, source, NO_IMMEDIATE, waits, rail, stream)
+        return self._start_pages("read_pages", dst, target, src, source, NO_IMMEDIATE, waits, rail, stream)
 
-    def _paged(
+    def _start_pages(
         self,
         verb: str,
         ours: Pages,
@@ -299,12 +299,12 @@ class Requests:
 
     def send(self, to: Peer | Address | str, payload: object, *, waits: bool = False) -> Transfer:
         """Start one message; the payload is copied."""
-        if (quick := self._quick_send(to, payload)) is not None:
+        if (quick := self._try_send(to, payload)) is not None:
             return quick
         self._runtime.require_open()
         data = payload if type(payload) is bytes else _bytes_of(payload)
         what = f"send of {len(data)} bytes"
-        peer = self._finder.find(to, what)
+        peer = self._finder.find_or_connect(to, what)
         if peer.link is not None and peer.connected and len(data) > peer.link.message_limit:
             raise _too_long(len(data), peer.link.message_limit)
 
@@ -315,11 +315,11 @@ class Requests:
 
         return self._submit(peer, what, launch, waits=waits)
 
-    def _quick_send(self, to: Peer | Address | str, payload: object) -> Transfer | None:
+    def _try_send(self, to: Peer | Address | str, payload: object) -> Transfer | None:
         """Start a message at once if its peer is connected and no check is left; otherwise return None."""
         if type(to) is Peer:
             link = to._connection.link
         else:
-            connection = self._finder.known(to) if type(to) is Address else None
+            connection = self._finder.look_up(to) if type(to) is Address else None
             link = None if connection is None else connection.link
-        return None if link is None else quick_send(self._runtime.core, Transfer, link, payload)
+        return None if link is None else try_submit_message(self._runtime.core, Transfer, link, payload)

@@ -151,9 +151,9 @@ class PeerGroup:
 
 async def make_group(runtime: Runtime, finder: PeerFinder, members: Iterable[Peer | Address | str]) -> PeerGroup:
     """Connect to all members at once and return the group. Raises UsageError, PeerError."""
-    asked = [finder.find(one, "peer_group") for one in members]
+    asked = [finder.find_or_connect(one, "peer_group") for one in members]
     # All connections are being made by now, so waiting for them in turn takes as long as the slowest.
-    peers = [await peer.ready() for peer in asked]
+    peers = [await peer.wait_ready() for peer in asked]
     if len({peer.key for peer in peers}) < len(peers):
         raise UsageError("peer_group: a member is named twice; a scatter may have several targets at one")
     return PeerGroup(runtime, peers)
@@ -237,7 +237,7 @@ def submit_scatter(
     try:
         scatter(runtime.core, transfer, parts, value)
     except (ValueError, RuntimeError) as error:
-        _leave(held, transfer)
+        _drop_from_flights(held, transfer)
         raise UsageError(f"{transfer.description}: {error}") from error
     return transfer
 
@@ -311,12 +311,12 @@ def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, in
     for peer, lease in leases:
         flight = peer.lease_flight(lease)
         if flight is None:
-            _leave(held, transfer)
+            _drop_from_flights(held, transfer)
             raise void_lease(transfer, peer, lease)
         flight.enter(transfer)
         held.append(flight)
     if held:
-        transfer.on_over = partial(_leave, held)
+        transfer.on_over = partial(_drop_from_flights, held)
     return held
 
 
@@ -328,6 +328,6 @@ def void_lease(transfer: GroupTransfer, peer: Destination, lease: int) -> Transf
     return error
 
 
-def _leave(held: Iterable[Flight], transfer: GroupTransfer) -> None:
+def _drop_from_flights(held: Iterable[Flight], transfer: GroupTransfer) -> None:
     for flight in held:
         flight.drop(transfer)

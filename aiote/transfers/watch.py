@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..aio import wake
 from ..errors import UsageError
-from ..rails import Buffer, Watch, acquire, read_value
+from ..rails import AcquiredBuffer, ValueWatch, acquire, read_value
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -23,7 +23,7 @@ def watch(runtime: Runtime, value: Any) -> Changes:
     runtime.require_open()
     try:
         buffer = acquire(value)
-        Watch(buffer)
+        ValueWatch(buffer)
     except (TypeError, ValueError, BufferError) as error:
         raise UsageError(f"watch: {error}") from error
     if buffer.device not in ("cpu", "cuda_host"):
@@ -40,7 +40,7 @@ class Changes(AsyncIterator[tuple[int, int]]):
     The value's memory is held until `aclose`, or until this object is garbage-collected.
     """
 
-    def __init__(self, runtime: Runtime, buffer: Buffer, old: int) -> None:
+    def __init__(self, runtime: Runtime, buffer: AcquiredBuffer, old: int) -> None:
         self._runtime = runtime
         self._buffer = buffer
         self._old = old
@@ -69,9 +69,9 @@ class Changes(AsyncIterator[tuple[int, int]]):
             self._buffer.release()
 
 
-async def _next_change(runtime: Runtime, buffer: Buffer, old: int) -> int:
+async def _next_change(runtime: Runtime, buffer: AcquiredBuffer, old: int) -> int:
     runtime.require_open()
-    watched = Watch(buffer)
+    watched = ValueWatch(buffer)
     waiter = runtime.loop.waiter()
     watched.on_over = lambda _watched: wake(waiter)
     runtime.core.watch(watched, old)

@@ -5,10 +5,10 @@ hold each part of each tensor. A `Recipe` says how each target tensor is made fr
 computes from them what every source rank reads, makes and writes; one plan serves all updates.
 """
 
+from .assignment import Unit
 from .controller import Controller, UpdateError, UpdateReport
 from .copies import Copy
-from .deal import Unit
-from .layout import Buffer, Layout, Tensor
+from .layout import Layout, Tensor, TensorBuffer
 from .placement import Mesh, Replicate, Runs, Shard, StridedShard, packed, slots
 from .plan import Traffic, UpdatePlan, plan_update
 from .protocol import PlanMismatchError, StaleUpdateError, Update
@@ -19,7 +19,6 @@ from .target import Target, serve_target
 from .tasks import Read, Task, Write
 
 __all__ = [
-    "Buffer",
     "Controller",
     "Copy",
     "Expression",
@@ -39,6 +38,7 @@ __all__ = [
     "Target",
     "Task",
     "Tensor",
+    "TensorBuffer",
     "Traffic",
     "Unit",
     "Update",

@@ -80,7 +80,7 @@ class Receiver:
         lent = self.lent.get(address, NOTHING)
         return WriteTarget(self.state.rank, self.address, self.imm, lent, digest_of(self.state.places), moved)
 
-    def take(self, step: Step, sources: Sequence[str]) -> None:
+    def record_step(self, step: Step, sources: Sequence[str]) -> None:
         """Record a step of the target. Raises UsageError for a step out of order, or with impossible contents."""
         expected = ("lent", "counted", "committed")[len(self.steps) : len(self.steps) + 1]
         if (step.kind,) != expected:
@@ -130,15 +130,15 @@ class Attempt:
             for replica in self.replicas:
                 group.start_soon(self._replica, replica)
             with anyio.move_on_after(self.controller.limit) as late:
-                await self._until(lambda: all(one.failure or _all_lent(one) for one in self.replicas))
+                await self._wait_until(lambda: all(one.failure or _all_lent(one) for one in self.replicas))
             if late.cancelled_caught:
                 for replica in self.replicas:
                     if not _all_lent(replica):
                         replica.fail(f"it lent no memory within {self.controller.limit} s")
             if not all(one.failure for one in self.replicas):
-                await self._send()
+                await self._ask_sources()
             with anyio.move_on_after(self.controller.limit) as late:
-                await self._until(lambda: self.lost or all(one.failure or one.complete for one in self.replicas))
+                await self._wait_until(lambda: self.lost or all(one.failure or one.complete for one in self.replicas))
             for replica in self.replicas:
                 if late.cancelled_caught and not (replica.failure or replica.complete):
                     replica.fail(f"it did not have everything {self.controller.limit} s after the sources had ended")
@@ -150,7 +150,7 @@ class Attempt:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
-    async def _until(self, condition: Any) -> None:
+    async def _wait_until(self, condition: Any) -> None:
         while not condition():
             await self._changed.wait()
 
@@ -175,14 +175,14 @@ class Attempt:
         )
         try:
             async for step in stream:
-                target.take(step, addresses)
+                target.record_step(step, addresses)
                 replica.counted += step.kind == "counted"
                 self._change()
                 if step.kind == "counted":
-                    await self._until(lambda: replica.complete)
+                    await self._wait_until(lambda: replica.complete)
                     with anyio.fail_after(self.controller.limit):
                         await target.client.commit(self.update)
-                        target.take(await anext(stream), addresses)
+                        target.record_step(await anext(stream), addresses)
                     replica.committed += 1
                     break
             if len(target.steps) < 3:
@@ -197,7 +197,7 @@ class Attempt:
 
     # Sources.
 
-    async def _send(self) -> None:
+    async def _ask_sources(self) -> None:
         async with anyio.create_task_group() as group:
             for address, (rank, client) in self._sources.items():
                 group.start_soon(self._source, group.cancel_scope, address, rank, client)
@@ -224,7 +224,7 @@ class Attempt:
         except aiote.AioteError as error:
             self._lose(scope, {address: str(error)})
             return
-        if wrong := self._unplanned(rank, sent):
+        if wrong := self._check_blamed(rank, sent):
             self._lose(scope, {address: f"source {rank} {wrong}"})
             return
         self.sent[rank] = sent
@@ -244,7 +244,7 @@ class Attempt:
         traffic = self._plan.traffic
         return traffic.sent.get(rank, 0) + traffic.gathered.get(rank, 0)
 
-    def _unplanned(self, rank: int, sent: Sent) -> str:
+    def _check_blamed(self, rank: int, sent: Sent) -> str:
         """Return an error if a source blames ranks with which the plan gives it nothing to do; else an empty string."""
         plan = self._plan
         if others := sent.lost.keys() - (plan.gathers_from(rank) if sent.lost else set()):

@@ -1,4 +1,4 @@
-"""The division of target tensors into cells. The planner deals cells among the source ranks.
+"""The division of target tensors into cells. The planner assigns cells to the source ranks.
 
 A cell is a box of the target that one source rank can make and send. Along each dimension, cells end where a source
 part ends, where a source rank's share of it ends, or where a target rank's part ends. With quantization, they end at
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import UsageError
-from .placement import Piece, Sharding
+from .placement import LocalBox, Sharding
 from .recipe import Part
 
 __all__ = ["Atom", "Cell", "Need", "cells_of", "clip", "from_source"]
@@ -72,7 +72,7 @@ def clip(start: Point, stop: Point, low: Point, high: Point) -> tuple[Point, Poi
     return (first, last) if all(map(int.__lt__, first, last)) else None
 
 
-def from_source(part: Part, piece: Piece) -> tuple[Point, Point] | None:
+def from_source(part: Part, piece: LocalBox) -> tuple[Point, Point] | None:
     """Return the box of the target that a part makes from a piece of its source; None if it does not use the piece."""
     fixed = set(range(len(part.source_start))).difference(part.axes)
     if not all(piece.start[d] <= part.source_start[d] < piece.stop[d] for d in fixed):

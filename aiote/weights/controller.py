@@ -40,7 +40,7 @@ from .protocol import (
 )
 from .rank_memory import in_thread, plain_errors
 from .recipe import Recipe
-from .source import planned
+from .source import plan_described
 
 __all__ = ["Controller", "UpdateError", "UpdateReport"]
 
@@ -115,7 +115,7 @@ class Controller:
     async def describe(self) -> dict[str, TargetState]:
         """Return each target's present state, by its address. Raises UpdateError if a target cannot be reached."""
         failed: dict[str, str] = {}
-        found = await self._ask(self._targets, "describe", failed)
+        found = await self._ask_ranks(self._targets, "describe", failed)
         if failed:
             raise UpdateError(None, failed)
         return found
@@ -137,8 +137,8 @@ class Controller:
         """Prepare without the sources that failed earlier in the same update."""
         self.absent = dict(lost)
         others = {address: client for address, client in self._sources.items() if address not in lost}
-        self._states = await self._ask(others, "describe", self.absent)
-        self._described = await self._ask(self._targets, "describe", self.absent)
+        self._states = await self._ask_ranks(others, "describe", self.absent)
+        self._described = await self._ask_ranks(self._targets, "describe", self.absent)
         self._replica_of.update({address: one.replica for address, one in self._described.items()})
         never = self._targets.keys() - self._replica_of.keys()
         unknown = {address: why for address, why in self.absent.items() if address in never}
@@ -164,7 +164,7 @@ class Controller:
                 if len(set(ranks)) != len(ranks):
                     raise aiote.UsageError(f"two ranks have the same number: {sorted(ranks)}")
             size = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
-            make = functools.partial(planned, sources, targets, self.recipe, self.gather)
+            make = functools.partial(plan_described, sources, targets, self.recipe, self.gather)
             plan: UpdatePlan
             plan, names = await in_thread(size, make)
             # The traffic says for how long sources may send. For a large model it takes long to compute, too.
@@ -172,7 +172,7 @@ class Controller:
             failed: dict[str, str] = {}
             refused: list[aiote.UsageError] = []
             chosen = {address: client for address, client in self._sources.items() if address in self._states}
-            digests = await self._ask(chosen, "prepare", failed, sources, targets, self.gather, refused=refused)
+            digests = await self._ask_ranks(chosen, "prepare", failed, sources, targets, self.gather, refused=refused)
             if not failed:
                 break
             if len(refused) == len(chosen):
@@ -222,7 +222,7 @@ class Controller:
             if not found or not report.failed or report.attempts >= attempts:
                 break
             try:
-                plan = await self._without(version, lost)
+                plan = await self._plan_without(version, lost)
             except UpdateError:
                 if not report.committed:
                     raise
@@ -233,7 +233,7 @@ class Controller:
             self.plan = plan
         return report
 
-    async def _without(self, version: int, lost: dict[str, str]) -> UpdatePlan:
+    async def _plan_without(self, version: int, lost: dict[str, str]) -> UpdatePlan:
         """Ask all ranks again, and plan without failed sources. Raises UpdateError if other sources lack their part."""
         try:
             return await self._prepare(lost)
@@ -261,7 +261,7 @@ class Controller:
         """Return the rank and the service client of each source of the plan, by its address."""
         return {address: (state.rank, self._sources[address]) for address, state in self._states.items()}
 
-    async def _ask(
+    async def _ask_ranks(
         self,
         clients: dict[str, Any],
         method: str,

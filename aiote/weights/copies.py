@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .cells import clip
-from .placement import Held, Piece, dense
+from .placement import LocalBox, LocalTensor, dense
 from .recipe import Part
 
 __all__ = ["Copy"]
@@ -60,7 +60,7 @@ def merged(
     return Copy(source, target, extents, offsets[0], outer, offsets[1], inner)
 
 
-def pieces_in(held: Held, start: Point, stop: Point) -> Iterator[tuple[Piece, Point, Point]]:
+def pieces_in(held: LocalTensor, start: Point, stop: Point) -> Iterator[tuple[LocalBox, Point, Point]]:
     """Yield each piece of a rank's part that overlaps a box, and the start and stop of the overlap."""
     for piece in held.pieces:
         shared = clip(start, stop, piece.start, piece.stop)
@@ -68,7 +68,7 @@ def pieces_in(held: Held, start: Point, stop: Point) -> Iterator[tuple[Piece, Po
             yield piece, *shared
 
 
-def offset_in(held: Held, piece: Piece, at: Point) -> int:
+def offset_in(held: LocalTensor, piece: LocalBox, at: Point) -> int:
     """Return the offset, in elements, of an index of the tensor in a rank's part."""
     numbers = zip(at, piece.start, piece.local, held.strides, strict=True)
     return sum((index - start + local) * stride for index, start, local, stride in numbers)
@@ -78,8 +78,8 @@ class Origin(NamedTuple):
     """The origin of a box of the target: a recipe part, a rank's part of the source tensor, and a piece of that."""
 
     part: Part
-    held: Held
-    piece: Piece
+    held: LocalTensor
+    piece: LocalBox
 
     def offset(self, at: Point) -> int:
         """Return the offset in the source rank's part of the element that an index of the target takes."""
@@ -95,7 +95,7 @@ class Origin(NamedTuple):
         return tuple(self.held.strides[d] if d >= 0 else 0 for d in self.part.axes)
 
 
-def relocate(origin: Origin, target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
+def relocate(origin: Origin, target: LocalTensor, name: str, start: Point, stop: Point) -> Iterator[Copy]:
     """Yield the copies of a box of the target straight from a source rank's part into a target rank's part."""
     for piece, low, high in pieces_in(target, start, stop):
         offsets = origin.offset(low), offset_in(target, piece, low)
@@ -111,7 +111,7 @@ def load(origin: Origin, name: str, box: tuple[Point, Point], start: Point, stop
     return merged(origin.part.source, name, extent, (origin.offset(start), there), origin.strides, strides)
 
 
-def store(target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
+def store(target: LocalTensor, name: str, start: Point, stop: Point) -> Iterator[Copy]:
     """Yield the copies out of a dense staging array of a box into a target rank's part."""
     strides = dense(tuple(map(int.__sub__, stop, start)))
     for piece, low, high in pieces_in(target, start, stop):

@@ -17,7 +17,7 @@ from .placement import dense
 from .recipe import Part
 from .traced import Elements, RecordError
 
-__all__ = ["CopyLog", "Memory", "memory_of"]
+__all__ = ["CopyLog", "StridedView", "memory_of"]
 
 ROUNDED_DIFFERENTLY = {("F64", "F16")}
 """Conversions whose result depends on the library: torch rounds to 32 bits first, numpy does not. A trainer uses torch
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 
-class Memory(NamedTuple):
+class StridedView(NamedTuple):
     """Where a tensor or an array lies: its storage, its first byte there, its shape, its strides in elements."""
 
     storage: int
@@ -47,21 +47,21 @@ class Memory(NamedTuple):
         return self.first + (reach + 1) * ITEMSIZE[self.dtype]
 
 
-def memory_of(tensor: Any) -> Memory:
+def memory_of(tensor: Any) -> StridedView:
     """Return where a torch tensor or a NumPy array lies. Raises UsageError for anything else."""
     if hasattr(tensor, "untyped_storage"):
         tensor = tensor.data
         name, shape = dtype_name(tensor.dtype), tuple(map(int, tensor.shape))
         # Use the storage and not the address, because tensors on the device "meta" have no address.
         storage, first = tensor.untyped_storage()._cdata, tensor.storage_offset() * ITEMSIZE[name]
-        return Memory(storage, first, shape, tuple(map(int, tensor.stride())), name)
+        return StridedView(storage, first, shape, tuple(map(int, tensor.stride())), name)
     if not isinstance(tensor, np.ndarray):
         raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
     name, shape = dtype_name(tensor.dtype), tuple(map(int, tensor.shape))
     if any(stride % ITEMSIZE[name] for stride, extent in zip(tensor.strides, shape, strict=True) if extent > 1):
         raise UsageError(f"strides are {tensor.strides} bytes, expected multiples of {ITEMSIZE[name]}")
     strides = tuple(int(stride) // ITEMSIZE[name] for stride in tensor.strides)
-    return Memory(0, int(tensor.__array_interface__["data"][0]), shape, strides, name)
+    return StridedView(0, int(tensor.__array_interface__["data"][0]), shape, strides, name)
 
 
 class CopyLog:
@@ -69,7 +69,7 @@ class CopyLog:
 
     def __init__(self, parameters: Mapping[str, Any], sources: Mapping[str, tuple[Shape, str]]) -> None:
         self._sources = sources
-        self.memory: dict[str, Memory] = {}
+        self.memory: dict[str, StridedView] = {}
         for name, parameter in parameters.items():
             memory = _memory_of_parameter(name, parameter)
             if memory not in self.memory.values():  # otherwise it is another name of the same memory: tied weights
@@ -106,7 +106,7 @@ class CopyLog:
         except UsageError as error:
             raise self.refused(RecordError(f"{elements.name}: the loader copies it to a tensor: {error}")) from None
 
-    def _copied(self, view: Memory, elements: Elements) -> None:
+    def _copied(self, view: StridedView, elements: Elements) -> None:
         if view.is_empty:
             return
         name, parameter, offset = self._find(view, elements)
@@ -130,7 +130,7 @@ class CopyLog:
         # A part that fills the same box as an earlier part replaces it.
         self.parts[name].update(made)
 
-    def _find(self, view: Memory, elements: Elements) -> tuple[str, Memory, int]:
+    def _find(self, view: StridedView, elements: Elements) -> tuple[str, StridedView, int]:
         """Return the name and the memory of the parameter of a view, and the element at which the view begins."""
         for name in self._in_storage.get(view.storage, ()):
             memory = self.memory[name]
@@ -142,7 +142,7 @@ class CopyLog:
                 return name, memory, offset
         raise RecordError(f"{elements.name}: the loader copies it to a tensor that is none of the parameters")
 
-    def _check_types(self, name: str, parameter: Memory, elements: Elements) -> None:
+    def _check_types(self, name: str, parameter: StridedView, elements: Elements) -> None:
         casts = *elements.casts, parameter.dtype
         once = single_cast(casts)
         if len(once) > 2:
@@ -175,7 +175,7 @@ class CopyLog:
             return None  # `values` have no memory that a parameter could share
         return next((name for name in names if self.parts[name]), None)
 
-    def _meets(self, view: Memory, memory: Memory, parts: Mapping[Box, Part]) -> bool:
+    def _meets(self, view: StridedView, memory: StridedView, parts: Mapping[Box, Part]) -> bool:
         if view.first >= memory.end or memory.first >= view.end:
             return False
         offset, rest = divmod(view.first - memory.first, ITEMSIZE[memory.dtype])
@@ -190,7 +190,7 @@ class CopyLog:
         return any(_overlap(box, part) for box in boxes for part in parts)
 
 
-def _memory_of_parameter(name: str, parameter: Any) -> Memory:
+def _memory_of_parameter(name: str, parameter: Any) -> StridedView:
     try:
         memory = memory_of(parameter)
     except (UsageError, RuntimeError, NotImplementedError) as error:

@@ -14,8 +14,8 @@ from ..errors import UsageError
 from .cells import Cell, Need, cells_of
 from .dtypes import ITEMSIZE
 from .layout import Layout, Tensor
-from .placement import Held, Sharding
-from .recipe import Expression, Made, Part, Quantized, Recipe, source
+from .placement import LocalTensor, Sharding
+from .recipe import Expression, Part, Quantized, Recipe, ResolvedExpression, source
 
 __all__ = ["Entry", "bytes_needed", "entries_of", "part_of"]
 
@@ -132,7 +132,7 @@ def _entry(
     return Entry(name, dtype, converted, scale, block, tuple(made.parts), known[key])
 
 
-def _conversion(made: Made, target: Tensor, quantized: Quantized | None) -> tuple[str, bool]:
+def _conversion(made: ResolvedExpression, target: Tensor, quantized: Quantized | None) -> tuple[str, bool]:
     """Return the type in which source ranks put elements together, and whether they convert the elements after that.
 
     Raises UsageError if the types of the sources, the recipe and the target do not fit together.
@@ -157,7 +157,7 @@ def _check_blocks(target: Tensor, scale: Tensor, quantized: Quantized) -> None:
     if scale.shape != expected:
         raise UsageError(f"its scales {quantized.scale} have shape {scale.shape}, expected {expected}")
     theirs = scale.held_by()
-    seen: set[tuple[Held, Held | None]] = set()
+    seen: set[tuple[LocalTensor, LocalTensor | None]] = set()
     for rank, held in target.held_by().items():
         pair = (held, theirs.get(rank))
         if pair in seen:
@@ -174,7 +174,7 @@ def _in_blocks(shape: Iterable[int], size: Iterable[int]) -> tuple[int, ...]:
     return tuple(-(-extent // block) for extent, block in zip(shape, size, strict=True))
 
 
-def _blocks_held(held: Held, sharding: Sharding, size: tuple[int, ...]) -> set[tuple[tuple[int, ...], ...]]:
+def _blocks_held(held: LocalTensor, sharding: Sharding, size: tuple[int, ...]) -> set[tuple[tuple[int, ...], ...]]:
     """Return the pieces of the tensor of scales that belong to what a rank holds of the weight.
 
     Raises UsageError if the rank holds a block only in part.

@@ -20,9 +20,21 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from .dtypes import ITEMSIZE, dtype_name
-from .placement import Held, Mesh, Piece, Placement, Replicate, Runs, Shard, Sharding, StridedShard, dense, shard_over
+from .placement import (
+    LocalBox,
+    LocalTensor,
+    Mesh,
+    Placement,
+    Replicate,
+    Runs,
+    Shard,
+    Sharding,
+    StridedShard,
+    dense,
+    shard_over,
+)
 
-__all__ = ["Buffer", "Layout", "Tensor"]
+__all__ = ["Layout", "Tensor", "TensorBuffer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +77,12 @@ class Tensor:
         """Bytes of the whole tensor."""
         return math.prod(self.sharding.shape) * ITEMSIZE[self.dtype]
 
-    def held_by(self) -> dict[int, Held]:
+    def held_by(self) -> dict[int, LocalTensor]:
         """Return what each rank holds of the tensor, by rank. Ranks that hold no element are left out."""
         return {rank: held for held, ranks in zip(self.sharding.held, self.ranks, strict=True) for rank in ranks}
 
 
-class Buffer(NamedTuple):
+class TensorBuffer(NamedTuple):
     """One rank's part of a tensor, for any framework: an array that holds a box of the global tensor.
 
     `shape` is the global tensor's shape. `start` and `stop` are the box, by default the whole tensor. `strides` are the
@@ -124,7 +136,7 @@ class Layout:
         return cls(found)
 
     @classmethod
-    def of_buffers(cls, rank: int, buffers: Mapping[str, Buffer]) -> Layout:
+    def of_buffers(cls, rank: int, buffers: Mapping[str, TensorBuffer]) -> Layout:
         """Describe what one rank holds by its arrays. Raises UsageError, which names the tensor, for an invalid box."""
         return cls({name: _named(name, _tensor_of_buffer, rank, buffer) for name, buffer in buffers.items()})
 
@@ -235,7 +247,7 @@ def _tensor_of_torch(rank: int, value: Any) -> Tensor:
     """Describe what one rank holds of a torch tensor, without importing torch."""
     shape, dtype = tuple(map(int, value.shape)), dtype_name(value.dtype)
     if not hasattr(value, "placements"):
-        return _tensor_of_buffer(rank, Buffer(shape, dtype, strides=tuple(value.stride())))
+        return _tensor_of_buffer(rank, TensorBuffer(shape, dtype, strides=tuple(value.stride())))
     array = value.device_mesh.mesh
     mesh = Mesh(tuple(array.flatten().tolist()), tuple(array.shape))
     if rank not in mesh.ranks:
@@ -247,16 +259,18 @@ def _tensor_of_torch(rank: int, value: Any) -> Tensor:
         raise UsageError(f"the local tensor has shape {tuple(local.shape)}, its placements say {expected}")
     if held is None:
         return Tensor(dtype, Sharding.of(shape, ()), ())
-    return Tensor(dtype, Sharding.of(shape, (held._replace(strides=_own(local.stride(), held.shape)),)), ((rank,),))
+    return Tensor(
+        dtype, Sharding.of(shape, (held._replace(strides=_dense_strides(local.stride(), held.shape)),)), ((rank,),)
+    )
 
 
-def _own(strides: Iterable[int], shape: Sequence[int]) -> tuple[int, ...]:
+def _dense_strides(strides: Iterable[int], shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides in elements. Dimensions of one index get a dense array's stride, because theirs is never used."""
     pairs = zip(strides, dense(shape), shape, strict=True)
     return tuple(usual if extent == 1 else int(stride) for stride, usual, extent in pairs)
 
 
-def _tensor_of_buffer(rank: int, buffer: Buffer) -> Tensor:
+def _tensor_of_buffer(rank: int, buffer: TensorBuffer) -> Tensor:
     shape = tuple(map(int, buffer.shape))
     start = tuple(map(int, buffer.start or [0] * len(shape)))
     stop = tuple(map(int, buffer.stop or shape))
@@ -264,7 +278,7 @@ def _tensor_of_buffer(rank: int, buffer: Buffer) -> Tensor:
     strides = dense(local) if buffer.strides is None else tuple(map(int, buffer.strides))
     if not len(shape) == len(start) == len(stop) == len(strides):
         raise UsageError(f"shape {shape}, start {start}, stop {stop} and strides {strides} differ in length")
-    held = Held((Piece(start, stop, (0,) * len(shape)),), local, _own(strides, local))
+    held = LocalTensor((LocalBox(start, stop, (0,) * len(shape)),), local, _dense_strides(strides, local))
     sharding = _checked_sharding(shape, (held,) if all(local) else ())
     return Tensor(dtype_name(buffer.dtype), sharding, ((int(rank),),) * len(sharding.held))
 
@@ -273,8 +287,8 @@ def _sharding_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Sharding:
     return _checked_sharding(
         tuple(map(int, shape)),
         tuple(
-            Held(
-                tuple(Piece(*(tuple(map(int, numbers)) for numbers in piece)) for piece in pieces),
+            LocalTensor(
+                tuple(LocalBox(*(tuple(map(int, numbers)) for numbers in piece)) for piece in pieces),
                 tuple(map(int, local)),
                 tuple(map(int, strides)),
             )
@@ -283,7 +297,7 @@ def _sharding_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Sharding:
     )
 
 
-def _checked_sharding(shape: tuple[int, ...], held: tuple[Held, ...]) -> Sharding:
+def _checked_sharding(shape: tuple[int, ...], held: tuple[LocalTensor, ...]) -> Sharding:
     """Return the sharding.
 
     Raises UsageError if a piece lies outside the tensor or the local tensor, or if several elements of a local tensor
@@ -309,8 +323,8 @@ def _checked_sharding(shape: tuple[int, ...], held: tuple[Held, ...]) -> Shardin
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Combine several descriptions of one tensor. Raises UsageError if they contradict each other."""
     first = tensors[0]
-    parts: dict[Held, set[int]] = {}
-    owner: dict[int, Held] = {}
+    parts: dict[LocalTensor, set[int]] = {}
+    owner: dict[int, LocalTensor] = {}
     for tensor in tensors:
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
             raise UsageError(f"it is {tensor.dtype} {tensor.shape} here and {first.dtype} {first.shape} there")

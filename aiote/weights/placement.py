@@ -10,7 +10,7 @@ A mesh is an array of ranks. A tensor has one placement for each axis of the mes
 | `Runs(dim, runs)`          | the index ranges `runs[c]`, one after another: fused projections, tables of experts   |
 
 Axes apply in order; each axis splits what the axes before it left. So a place holds a list of ranges of each dimension,
-which lie one after another in its memory, and it holds the product of these ranges of the tensor: its `Piece`s. A
+which lie one after another in its memory, and it holds the product of these ranges of the tensor: its `LocalBox`s. A
 `Sharding` describes all places for one kind of tensor, without ranks. The planner works on shardings, so that it
 computes a model's thousands of equal parameters once.
 """
@@ -30,9 +30,9 @@ from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 
 __all__ = [
-    "Held",
+    "LocalBox",
+    "LocalTensor",
     "Mesh",
-    "Piece",
     "Placement",
     "Replicate",
     "Runs",
@@ -135,7 +135,7 @@ class Mesh:
         return cls(tuple(array.ravel().tolist()), array.shape)
 
 
-class Piece(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of a tensor: its first and last (exclusive) indices, and its first index in the rank's local tensor."""
 
     start: tuple[int, ...]
@@ -143,10 +143,10 @@ class Piece(NamedTuple):
     local: tuple[int, ...]
 
 
-class Held(NamedTuple):
+class LocalTensor(NamedTuple):
     """One rank's part of a tensor: its pieces, and the local tensor's shape and strides in elements."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalBox, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -156,7 +156,7 @@ class Sharding:
 
     __slots__ = ("held", "shape")
 
-    def __init__(self, shape: tuple[int, ...], held: tuple[Held, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], held: tuple[LocalTensor, ...]) -> None:
         self.shape = shape
         self.held = held
 
@@ -165,7 +165,7 @@ class Sharding:
 
     @staticmethod
     @functools.lru_cache(maxsize=1 << 14)
-    def of(shape: tuple[int, ...], held: tuple[Held, ...]) -> Sharding:
+    def of(shape: tuple[int, ...], held: tuple[LocalTensor, ...]) -> Sharding:
         """Return the sharding of a tensor of this shape into these parts."""
         return Sharding(shape, held)
 
@@ -187,7 +187,7 @@ def shard_over(
     Places without elements are left out. Raises UsageError for placements that do not fit the tensor or the mesh.
     """
     axes = _ordered(placements, mesh)
-    places: dict[Held, list[int]] = {}
+    places: dict[LocalTensor, list[int]] = {}
     for place, coordinates in enumerate(itertools.product(*map(range, mesh))):
         runs: list[list[Span]] = [[(0, extent)] if extent else [] for extent in shape]
         for axis, placement in axes:
@@ -271,14 +271,14 @@ def _merged(runs: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _held(runs: list[list[Span]], order: tuple[int, ...] | None) -> Held:
+def _held(runs: list[list[Span]], order: tuple[int, ...] | None) -> LocalTensor:
     """Return a dense local tensor whose pieces are the product of the ranges of each dimension."""
     dims: list[list[tuple[int, int, int]]] = []
     for spans in runs:
         locals_ = itertools.accumulate((stop - start for start, stop in spans), initial=0)
         dims.append([(start, stop, local) for (start, stop), local in zip(spans, locals_, strict=False)])
     pieces = tuple(
-        Piece(*zip(*spans, strict=True)) if spans else Piece((), (), ()) for spans in itertools.product(*dims)
+        LocalBox(*zip(*spans, strict=True)) if spans else LocalBox((), (), ()) for spans in itertools.product(*dims)
     )
     shape = tuple(sum(stop - start for start, stop in spans) for spans in runs)
-    return Held(pieces, shape, dense(shape, order))
+    return LocalTensor(pieces, shape, dense(shape, order))

@@ -2,9 +2,9 @@
 
     plan = plan_update(sources, targets, recipe)
 
-**Units.** Each target tensor falls into cells (`cells`), and the planner deals them among the source ranks that hold
-them (`deal`). The result is a list of units: a box of a target tensor, and the one rank that sends it. Everything else
-follows from the units and the layouts, so each rank computes only its own copies (`UpdatePlan.tasks`).
+**Units.** Each target tensor falls into cells (`cells`), and the planner assigns them to the source ranks that hold
+them (`assign_cells`). The result is a list of units: a box of a target tensor, and the one rank that sends it.
+Everything else follows from the units and the layouts, so each rank computes only its own copies (`UpdatePlan.tasks`).
 
 **Gathering.** With `gather="auto"` a source rank sends what it holds. It reads from other ranks only if a quantization
 block crosses an edge between them, and then only that block. With `gather="always"` all ranks that share a tensor get
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from ..errors import UsageError
-from .deal import Unit, deal, deal_whole, halves
+from .assignment import Unit, assign_cells, assign_tensors, split_unit
 from .dtypes import ITEMSIZE
 from .entries import Entry, bytes_needed, entries_of, part_of
 from .layout import Layout
@@ -133,24 +133,24 @@ class UpdatePlan:
 
         A task for which `small` returns False is halved, repeatedly, down to single elements or quantization blocks.
         """
-        turn = self._place.get(source, 0)
+        shift = self._place.get(source, 0)
         for number in self.order(source):
-            yield from self._halved(self.units[number], turn, small)
+            yield from self._split_tasks(self.units[number], shift, small)
 
-    def _halved(self, unit: Unit, turn: int, small: Callable[[Task], bool] | None) -> Iterator[Task]:
+    def _split_tasks(self, unit: Unit, shift: int, small: Callable[[Task], bool] | None) -> Iterator[Task]:
         entry = self.entries[unit.entry]
-        task = task_of(entry, unit, self.sources, self.targets, turn)
-        several = () if small is None or small(task) else halves(unit, entry.size)
+        task = task_of(entry, unit, self.sources, self.targets, shift)
+        several = () if small is None or small(task) else split_unit(unit, entry.size)
         for half in several:
-            yield from self._halved(half, turn, small)
+            yield from self._split_tasks(half, shift, small)
         if not several:
             yield task
 
     def task(self, number: int) -> Task:
         """Return the task that the maker of a unit does for it."""
         unit = self.units[number]
-        turn = self._place[unit.maker]
-        return task_of(self.entries[unit.entry], unit, self.sources, self.targets, turn)
+        shift = self._place[unit.maker]
+        return task_of(self.entries[unit.entry], unit, self.sources, self.targets, shift)
 
     @functools.cached_property
     def senders(self) -> dict[int, tuple[int, ...]]:
@@ -187,7 +187,7 @@ class UpdatePlan:
         """
         found: dict[object, tuple[tuple[int, ...], dict[int, dict[int, None]]]] = {}
         for unit in self.units:
-            for ranks in self._wanted(self.entries[unit.entry], unit):
+            for ranks in self._wanting_ranks(self.entries[unit.entry], unit):
                 key = unit.ranks or id(ranks)
                 found.setdefault(key, (ranks, {}))[1].setdefault(unit.maker, {})[unit.entry] = None
         return list(found.values())
@@ -224,7 +224,7 @@ class UpdatePlan:
     def _place(self) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self.sources.ranks)}
 
-    def _wanted(self, entry: Entry, unit: Unit) -> list[tuple[int, ...]]:
+    def _wanting_ranks(self, entry: Entry, unit: Unit) -> list[tuple[int, ...]]:
         """Return the target ranks of a unit, in one tuple for each group of ranks that hold the same."""
         if unit.ranks is not None:
             return [unit.ranks]
@@ -272,4 +272,6 @@ def plan_update(
         raise UsageError(f'gather is {gather!r}, expected "auto" or "always"')
     whole = gather == "always"
     entries = entries_of(sources, targets, recipe or Recipe(), whole)
-    return UpdatePlan(sources, targets, entries, (deal_whole if whole else deal)(entries, sources, targets), gather)
+    return UpdatePlan(
+        sources, targets, entries, (assign_tensors if whole else assign_cells)(entries, sources, targets), gather
+    )

@@ -32,7 +32,7 @@ import aiote
 
 from .. import service
 from .layout import Layout
-from .rank_memory import Bytes, RankMemory
+from .rank_memory import Bytes, RankArrays
 
 __all__ = [
     "Descriptors",
@@ -72,13 +72,13 @@ LAYOUT_BYTES = 16 << 20
 """The most bytes of one rank's layout. Each tensor takes 60 to 120 bytes, so more than 140,000 tensors fit."""
 Extent: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Extents: TypeAlias = Annotated[list[Extent], Meta(max_length=32)]
-Held: TypeAlias = tuple[list[tuple[Extents, Extents, Extents]], Extents, Extents]
+SentLocalTensor: TypeAlias = tuple[list[tuple[Extents, Extents, Extents]], Extents, Extents]
 
 
 class LayoutDescription(msgspec.Struct, frozen=True):
     """A layout in the form that `Layout.describe` returns."""
 
-    shardings: list[tuple[Extents, list[Held]]]
+    shardings: list[tuple[Extents, list[SentLocalTensor]]]
     ranks: list[list[list[RankNumber]]]
     tensors: dict[str, tuple[Text, RankNumber, RankNumber]]
 
@@ -282,7 +282,7 @@ def layout_of(packed: Bytes) -> Layout:
     return Layout.from_description({"shardings": found.shardings, "ranks": found.ranks, "tensors": found.tensors})
 
 
-def places_of(memory: RankMemory) -> Numbers:
+def places_of(memory: RankArrays) -> Numbers:
     """Return where a rank's tensors lie, in the layout's order: a row (region's number, first byte) for each tensor."""
     found = [memory.places[name][:2] for name in memory.layout.tensors if name in memory.places]
     return np.array(found, np.uint64).reshape(-1, 2)

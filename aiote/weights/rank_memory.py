@@ -1,6 +1,6 @@
 """A rank's tensors in memory, and staging memory for the tensors that a source rank makes during an update.
 
-`RankMemory` finds the bytes of each named array of a rank and registers them. Arrays that lie next to each other, such
+`RankArrays` finds the bytes of each named array of a rank and registers them. Arrays that lie next to each other, such
 as the arrays of one storage, share a registration. `StagingMemory` bounds all other memory of an update: a task that
 needs some waits in a queue until there is room, so a source rank's peak is known before it starts.
 """
@@ -22,16 +22,16 @@ import aiote
 from .. import aio, gpu
 from ..core.gpu_arrays import GpuArray, gpu_array, part_of
 from ..core.masked_arrays import require_unmasked
-from ..service.background import to_the_end
+from ..service.background import run_shielded
 from ..transfers.regions import Access
 from .dtypes import ITEMSIZE, dtype_name
 from .layout import Layout
-from .placement import Held
+from .placement import LocalTensor
 
 __all__ = [
     "TENSOR_BYTES",
     "Bytes",
-    "RankMemory",
+    "RankArrays",
     "StagingMemory",
     "TensorPlace",
     "extent_of",
@@ -74,7 +74,7 @@ class TensorPlace(NamedTuple):
     nbytes: int
 
 
-class Found(NamedTuple):
+class ArrayInfo(NamedTuple):
     """An array: its address, its shape, its strides in elements, and the name of its type.
 
     For an array on a GPU, `storage` is the whole memory that the array is a view of.
@@ -87,13 +87,13 @@ class Found(NamedTuple):
     storage: GpuArray | None = None
 
 
-def extent_of(held: Held, dtype: str) -> int:
+def extent_of(held: LocalTensor, dtype: str) -> int:
     """Return how many bytes a rank's part spans, from its first element to its last."""
     last = sum((size - 1) * stride for size, stride in zip(held.shape, held.strides, strict=True))
     return (last + 1) * ITEMSIZE[dtype]
 
 
-def found_in(array: Any) -> Found:
+def found_in(array: Any) -> ArrayInfo:
     """Return where an array lies. It may be numpy's, torch's, any array on a GPU, or a DTensor (its local part).
 
     Raises UsageError for anything else, and for strides that are not multiples of the element's size.
@@ -104,7 +104,7 @@ def found_in(array: Any) -> Found:
     if hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
             raise aiote.UsageError(f"it is on {array.device}; give a copy on the CPU, which may be pinned")
-        return Found(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype_name(array.dtype))
+        return ArrayInfo(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype_name(array.dtype))
     require_unmasked("the array", array)
     if not isinstance(array, np.ndarray):
         raise aiote.UsageError(f"a numpy array or a torch tensor is expected, got {type(array).__name__}")
@@ -112,19 +112,19 @@ def found_in(array: Any) -> Found:
     if any(stride % ITEMSIZE[name] for stride in array.strides):
         raise aiote.UsageError(f"its strides {array.strides} are no multiples of its elements' {ITEMSIZE[name]} bytes")
     strides = tuple(stride // ITEMSIZE[name] for stride in array.strides)
-    return Found(array.ctypes.data, tuple(array.shape), strides, name)
+    return ArrayInfo(array.ctypes.data, tuple(array.shape), strides, name)
 
 
-def _found_on_gpu(array: Any, view: GpuArray, named: str, storage: GpuArray) -> Found:
+def _found_on_gpu(array: Any, view: GpuArray, named: str, storage: GpuArray) -> ArrayInfo:
     name = dtype_name(array.dtype) if hasattr(array, "data_ptr") else dtype_name(np.dtype(named))
     size = ITEMSIZE[name]
     if any(stride % size for stride in view.strides):
         raise aiote.UsageError(f"its strides {view.strides} are no multiples of its elements' {size} bytes")
     address = int(view.__array_interface__["data"][0])
-    return Found(address, view.shape, tuple(stride // size for stride in view.strides), name, storage)
+    return ArrayInfo(address, view.shape, tuple(stride // size for stride in view.strides), name, storage)
 
 
-class RankMemory:
+class RankArrays:
     """The arrays of one rank by name, as its layout describes them.
 
     This object keeps the arrays alive. Raises UsageError, which names the tensor, for an array that is missing, that
@@ -137,7 +137,7 @@ class RankMemory:
         self.regions: list[aiote.Region] = []
         self.places: dict[str, TensorPlace] = {}
         spans: dict[str, tuple[int, int]] = {}
-        self._found: dict[str, tuple[int, Held, str]] = {}
+        self._found: dict[str, tuple[int, LocalTensor, str]] = {}
         self._ranges: list[tuple[int, int]] = []
         # Arrays on a GPU are registered by storage, because neighbours there may belong to different allocations.
         self._on_gpu: dict[int, GpuArray] = {}
@@ -146,7 +146,7 @@ class RankMemory:
             if held is not None:
                 if written and isinstance(arrays.get(name), np.ndarray) and not arrays[name].flags.writeable:
                     raise aiote.UsageError(f"{name}: the array is read-only, and updates write to it")
-                address, storage = _checked(name, held, tensor.dtype, arrays)
+                address, storage = _check_array(name, held, tensor.dtype, arrays)
                 self._found[name] = address, held, tensor.dtype
                 if storage is None:
                     spans[name] = address, extent_of(held, tensor.dtype)
@@ -199,7 +199,7 @@ class RankMemory:
         return pairs
 
     @classmethod
-    def allocated(cls, layout: Layout, rank: int, tied: Mapping[str, str] | None = None) -> RankMemory:
+    def allocated(cls, layout: Layout, rank: int, tied: Mapping[str, str] | None = None) -> RankArrays:
         """Allocate memory, in one piece, for everything that a rank holds in a layout. `tied` tensors share memory."""
         held = {name: tensor.held_by().get(rank) for name, tensor in layout.tensors.items()}
         sizes = {name: extent_of(one, layout.tensors[name].dtype) for name, one in held.items() if one is not None}
@@ -223,7 +223,7 @@ class RankMemory:
             for view in self.views:
                 self.regions.append(await engine.register_async(view, access))
         except BaseException:
-            await to_the_end(self.close)
+            await run_shielded(self.close)
             raise
 
     async def close(self) -> None:
@@ -245,7 +245,7 @@ class RankMemory:
             return copied
         return view[offset : offset + nbytes]
 
-    def copy_to(self, other: RankMemory, names: Iterable[str] | None = None) -> None:
+    def copy_to(self, other: RankArrays, names: Iterable[str] | None = None) -> None:
         """Copy tensors into another memory of the same layout and rank. Without `names`, copy all of them."""
         for name in self.places if names is None else names:
             # Copy elements and not the whole span, because the gaps between them may belong to another tensor.
@@ -264,7 +264,7 @@ class RankMemory:
         return np.ndarray(held.shape, f"V{size}", buffer=its_bytes.data, strides=strides)
 
 
-def _share(*both: tuple[int, Held, str]) -> bool:
+def _share(*both: tuple[int, LocalTensor, str]) -> bool:
     """Return whether two arrays share elements; True as well if finding out takes more than `SHARED_WORK`."""
     one, other = (
         np.lib.stride_tricks.as_strided(
@@ -281,7 +281,7 @@ def _share(*both: tuple[int, Held, str]) -> bool:
         return True
 
 
-def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:
+def _check_array(name: str, held: LocalTensor, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:
     """Return an array's address, and its storage if it is on a GPU. Raises UsageError unless it fits the layout."""
     if name not in arrays:
         raise aiote.UsageError(f"{name}: the layout says that this rank has it, and there is no array of that name")
@@ -320,12 +320,12 @@ class StagingMemory:
         self._changed = anyio.Event()
 
     @asynccontextmanager
-    async def take(self, nbytes: int) -> AsyncIterator[tuple[Bytes, aiote.Region]]:
+    async def reserve(self, nbytes: int) -> AsyncIterator[tuple[Bytes, aiote.Region]]:
         """Lend memory and its registration until the end of an `async with`, once there is room. It is not cleared.
 
         Raises UsageError for more bytes than the limit.
         """
-        async with self.count(nbytes) as start:
+        async with self.reserve_elsewhere(nbytes) as start:
             if self._memory is None:
                 self._memory = np.empty(self.limit, np.uint8)
                 self._region = self._engine.register(self._memory, "local")
@@ -333,7 +333,7 @@ class StagingMemory:
             yield self._memory[start : start + nbytes], self._region[start : start + nbytes]
 
     @asynccontextmanager
-    async def count(self, nbytes: int) -> AsyncIterator[int]:
+    async def reserve_elsewhere(self, nbytes: int) -> AsyncIterator[int]:
         """Count memory that is allocated elsewhere against the limit, until the end of an `async with`.
 
         Waits until there is room. Raises UsageError for more bytes than the limit.
@@ -341,11 +341,11 @@ class StagingMemory:
         size = max(ALIGNED, -(-nbytes // ALIGNED) * ALIGNED)
         if size > self.limit // ALIGNED * ALIGNED:
             raise aiote.UsageError(f"{size} bytes of staging memory are needed, staging_bytes is {self.limit}")
-        start = await self._wait(size)
+        start = await self._wait_for_room(size)
         try:
             yield start
         finally:
-            self._give(start, size)
+            self._release(start, size)
 
     async def close(self) -> None:
         """Close the registration and release the memory, once no task uses it."""
@@ -353,20 +353,20 @@ class StagingMemory:
             await self._region.aclose()
         self._region = self._memory = None
 
-    async def _wait(self, size: int) -> int:
-        start = self._find(size) if not self._line else -1
+    async def _wait_for_room(self, size: int) -> int:
+        start = self._find_gap(size) if not self._line else -1
         if start < 0:
             token = object()
             self._line.append(token)
             try:
-                while self._line[0] is not token or (start := self._find(size)) < 0:
+                while self._line[0] is not token or (start := self._find_gap(size)) < 0:
                     await self._changed.wait()
             finally:
                 self._line.remove(token)
                 self._wake()
         return start
 
-    def _find(self, size: int) -> int:
+    def _find_gap(self, size: int) -> int:
         """Take the first gap that is large enough, and return its start; -1 if there is none."""
         for number, (first, length) in enumerate(self._free):
             if length >= size:
@@ -376,7 +376,7 @@ class StagingMemory:
                 return first
         return -1
 
-    def _give(self, start: int, size: int) -> None:
+    def _release(self, start: int, size: int) -> None:
         self.held -= size
         kept: list[tuple[int, int]] = []
         for first, length in sorted([*self._free, (start, size)]):

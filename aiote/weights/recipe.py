@@ -48,7 +48,7 @@ class Part(NamedTuple):
     axes: tuple[int, ...]
 
 
-class Made(NamedTuple):
+class ResolvedExpression(NamedTuple):
     """A resolved expression: its shape, its sources' dtype, the dtype it is cast to ("": the target's), its parts."""
 
     shape: Shape
@@ -62,14 +62,14 @@ class Expression:
 
     __slots__ = ("_make",)
 
-    def __init__(self, make: Callable[[SourceOf], Made]) -> None:
+    def __init__(self, make: Callable[[SourceOf], ResolvedExpression]) -> None:
         self._make = make
 
-    def resolve(self, source_of: SourceOf) -> Made:
+    def resolve(self, source_of: SourceOf) -> ResolvedExpression:
         """Resolve the expression, given each source's shape and dtype. Raises UsageError if these do not fit."""
         return self._make(source_of)
 
-    def _then(self, change: Callable[[Made], Made]) -> Expression:
+    def _then(self, change: Callable[[ResolvedExpression], ResolvedExpression]) -> Expression:
         return Expression(lambda source_of: change(self._make(source_of)))
 
     def permute(self, *dims: int) -> Expression:
@@ -79,7 +79,7 @@ class Expression:
     def transpose(self, first: int = -2, second: int = -1) -> Expression:
         """Exchange two dimensions."""
 
-        def change(made: Made) -> Made:
+        def change(made: ResolvedExpression) -> ResolvedExpression:
             dims = list(range(len(made.shape)))
             a, b = _dim(first, len(dims)), _dim(second, len(dims))
             dims[a], dims[b] = dims[b], dims[a]
@@ -94,7 +94,7 @@ class Expression:
     def select(self, dim: int, index: int) -> Expression:
         """Take one index of a dimension, and drop the dimension."""
 
-        def change(made: Made) -> Made:
+        def change(made: ResolvedExpression) -> ResolvedExpression:
             at = _dim(dim, len(made.shape))
             one = _narrowed(made, at, index, 1)
             parts = [
@@ -120,11 +120,11 @@ class Expression:
 def source(name: str) -> Expression:
     """Return the source tensor of that name. A plain name means the same wherever an expression is expected."""
 
-    def make(source_of: SourceOf) -> Made:
+    def make(source_of: SourceOf) -> ResolvedExpression:
         shape, dtype = source_of(name)
         zeros = (0,) * len(shape)
         parts = [Part(name, zeros, zeros, shape, tuple(range(len(shape))))] if all(shape) else []
-        return Made(shape, dtype, None, parts)
+        return ResolvedExpression(shape, dtype, None, parts)
 
     return Expression(make)
 
@@ -133,7 +133,7 @@ def cat(*expressions: Expression | str, dim: int = 0) -> Expression:
     """Concatenate tensors along a dimension: q, k and v, or gate and up."""
     several = _several(expressions)
 
-    def make(source_of: SourceOf) -> Made:
+    def make(source_of: SourceOf) -> ResolvedExpression:
         made = [expression.resolve(source_of) for expression in several]
         at = _dim(dim, len(made[0].shape))
         if len({_without(one.shape, at) for one in made}) != 1:
@@ -143,7 +143,7 @@ def cat(*expressions: Expression | str, dim: int = 0) -> Expression:
         for one in made:
             parts += [part._replace(target_start=_moved(part.target_start, at, first)) for part in one.parts]
             first += one.shape[at]
-        return Made(whole, *_common(made), parts)
+        return ResolvedExpression(whole, *_common(made), parts)
 
     return Expression(make)
 
@@ -152,7 +152,7 @@ def stack(*expressions: Expression | str, dim: int = 0) -> Expression:
     """Stack tensors of the same shape along a new dimension: experts."""
     several = _several(expressions)
 
-    def make(source_of: SourceOf) -> Made:
+    def make(source_of: SourceOf) -> ResolvedExpression:
         made = [expression.resolve(source_of) for expression in several]
         at = _dim(dim, len(made[0].shape) + 1)
         if len({one.shape for one in made}) != 1:
@@ -162,7 +162,7 @@ def stack(*expressions: Expression | str, dim: int = 0) -> Expression:
             for i, one in enumerate(made)
             for name, begin, start, extent, axes in one.parts
         ]
-        return Made(_with(made[0].shape, at, len(made)), *_common(made), parts)
+        return ResolvedExpression(_with(made[0].shape, at, len(made)), *_common(made), parts)
 
     return Expression(make)
 
@@ -249,7 +249,7 @@ def _moved(values: tuple[int, ...], at: int, by: int) -> tuple[int, ...]:
     return _replaced(values, at, values[at] + by)
 
 
-def _common(made: list[Made]) -> tuple[str, str | None]:
+def _common(made: list[ResolvedExpression]) -> tuple[str, str | None]:
     """Return the common dtype and cast of resolved expressions. Raises UsageError if they differ."""
     kinds = {(one.dtype, one.cast) for one in made}
     if len(kinds) != 1:
@@ -258,7 +258,7 @@ def _common(made: list[Made]) -> tuple[str, str | None]:
     return kinds.pop()
 
 
-def _permuted(made: Made, dims: Iterable[int]) -> Made:
+def _permuted(made: ResolvedExpression, dims: Iterable[int]) -> ResolvedExpression:
     order = [_dim(dim, len(made.shape)) for dim in dims]
     if sorted(order) != list(range(len(made.shape))):
         raise UsageError(f"dims are {order}, expected each of 0 to {len(made.shape) - 1} once")
@@ -270,7 +270,7 @@ def _permuted(made: Made, dims: Iterable[int]) -> Made:
     return made._replace(shape=turned(made.shape), parts=parts)
 
 
-def _narrowed(made: Made, dim: int, start: int, length: int) -> Made:
+def _narrowed(made: ResolvedExpression, dim: int, start: int, length: int) -> ResolvedExpression:
     at = _dim(dim, len(made.shape))
     if start < 0 or length < 1 or start + length > made.shape[at]:
         raise UsageError(f"{start} to {start + length} (exclusive) is not within dimension {dim} of {made.shape}")
@@ -287,7 +287,7 @@ def _narrowed(made: Made, dim: int, start: int, length: int) -> Made:
     return made._replace(shape=_replaced(made.shape, at, length), parts=parts)
 
 
-def _padded(made: Made, dim: int, to: int, before: int) -> Made:
+def _padded(made: ResolvedExpression, dim: int, to: int, before: int) -> ResolvedExpression:
     at = _dim(dim, len(made.shape))
     if before < 0 or to < before + made.shape[at]:
         raise UsageError(f"dimension {dim} of {made.shape} cannot be {to} long with {before} of padding before it")

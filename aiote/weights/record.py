@@ -28,12 +28,12 @@ from ..errors import UsageError
 from .copy_log import CopyLog, memory_of
 from .dtypes import dtype_name
 from .layout import Layout, Tensor
-from .placement import Held, Piece, Sharding, dense
-from .recipe import Expression, Made, Part, Recipe, SourceOf
+from .placement import LocalBox, LocalTensor, Sharding, dense
+from .recipe import Expression, Part, Recipe, ResolvedExpression, SourceOf
 from .traced import Elements, RecordError
 from .traced_numpy import TracedArray
 from .traced_torch import traced_tensor
-from .watched import read_only, watched
+from .watched import read_only, refuse_later_changes
 
 __all__ = ["Recording", "record"]
 
@@ -129,7 +129,7 @@ def record(
     torch = _are_torch(parameters)
     make = traced_tensor if torch else TracedArray
     log = CopyLog(parameters, known)
-    with watched(log) if torch else read_only(parameters):
+    with refuse_later_changes(log) if torch else read_only(parameters):
         _run(load, ((name, make(log, Elements.of(name, *known[name]))) for name in known), log)
     for name, memory in log.memory.items():
         if memory_of(parameters[name]) != memory:
@@ -208,22 +208,22 @@ def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[P
         raise UsageError(f"{name}: a parameter of one element is loaded differently on ranks {sorted(of_rank)}")
     shape = (sum(own[0] for own, _ in groups), *first.shape[1:]) if first.shape else ()
     parts: list[Part] = []
-    ranks_of: dict[Held, list[int]] = {}
+    ranks_of: dict[LocalTensor, list[int]] = {}
     begin = 0
     for (own, several), ranks in groups.items():
         zeros = (0,) * len(own)
         start = (begin, *zeros[1:]) if own else ()
         parts += [p._replace(target_start=tuple(map(int.__add__, p.target_start, start))) for p in several]
-        piece = Piece(start, tuple(map(int.__add__, start, own)), zeros)
+        piece = LocalBox(start, tuple(map(int.__add__, start, own)), zeros)
         for rank in ranks if all(own) else ():
-            held = Held((piece,), own, _usual(of_rank[rank]))
+            held = LocalTensor((piece,), own, _dense_strides(of_rank[rank]))
             ranks_of.setdefault(held, []).append(rank)
         begin += own[0] if own else 0
     sharding = Sharding.of(shape, tuple(ranks_of))
     return Tensor(first.dtype, sharding, tuple(tuple(sorted(ranks)) for ranks in ranks_of.values())), parts
 
 
-def _usual(parameter: Parameter) -> Shape:
+def _dense_strides(parameter: Parameter) -> Shape:
     """Return a parameter's strides. Dimensions of one index get a dense array's stride."""
     rows = zip(parameter.shape, parameter.strides, dense(parameter.shape), strict=True)
     return tuple(usual if extent == 1 else stride for extent, stride, usual in rows)
@@ -238,11 +238,11 @@ def _expression(
         raise UsageError(f"ranks load a parameter from tensors of several types: {', '.join(sorted(dtypes))}")
     dtype = dtypes.pop()
 
-    def make(source_of: SourceOf) -> Made:
+    def make(source_of: SourceOf) -> ResolvedExpression:
         for name in dict.fromkeys(part.source for part in parts):
             shape, found = source_of(name)
             if (shape, found) != (shapes[name], dtype):
                 raise UsageError(f"{name} is {found} {shape}, but was {dtype} {shapes[name]} when it was recorded")
-        return Made(tensor.shape, dtype, None if dtype == tensor.dtype else "", parts)
+        return ResolvedExpression(tensor.shape, dtype, None if dtype == tensor.dtype else "", parts)
 
     return Expression(make)

@@ -12,13 +12,13 @@ import aiote
 
 from .protocol import Descriptors, Numbers
 
-__all__ = ["Names", "RemoteMemory"]
+__all__ = ["Names", "RemoteTensors"]
 
 Names = Mapping[str, int]
 """The number of each of a rank's tensors, by name, in the order of its layout."""
 
 
-class RemoteMemory:
+class RemoteTensors:
     """The tensors of the rank at an address, in the regions that the rank has described, for reads or for writes."""
 
     def __init__(

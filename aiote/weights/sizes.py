@@ -20,7 +20,7 @@ from .plan import UpdatePlan
 from .tasks import Read, Task
 from .writes import ROW_BYTES, packed, runs_of
 
-__all__ = ["LEAST", "Fetch", "Sizes", "check_limit", "most_rows", "small"]
+__all__ = ["LEAST", "StagedRead", "StagingSizes", "check_limit", "most_rows", "small"]
 
 LEAST = 4096
 """The smallest limit, in bytes: more than a task of a single element takes."""
@@ -38,11 +38,11 @@ def most_rows(limit: int) -> int:
     return max(1, min(MOST_ROWS, limit // (16 * ROW_BYTES)))
 
 
-def _aligned(nbytes: int) -> int:
+def _align_up(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-class Fetch:
+class StagedRead:
     """Rows of another rank's part. Rows that lie near each other may be read at once, with the bytes between them.
 
     `landing` is the number of staging bytes for this; if it is 0, the rows are read one by one.
@@ -55,10 +55,10 @@ class Fetch:
         self.last = self.first + (last + 1) * itemsize
         self.nbytes = read.copy.elements * itemsize
         near = runs_of(read.copy) > 1 and self.last - self.first <= MOST_BETWEEN * self.nbytes
-        self.landing = _aligned(self.last - self.first) if near else 0
+        self.landing = _align_up(self.last - self.first) if near else 0
 
 
-class Sizes:
+class StagingSizes:
     """The parts of a task's staging memory, in bytes."""
 
     def __init__(self, task: Task, targets: Layout, rows: int) -> None:
@@ -67,16 +67,16 @@ class Sizes:
         self.to = targets.tensors[task.target].dtype
         self.scale = targets.tensors[task.scale].dtype if task.scale else ""
         changed = task.block is not None or self.to != task.dtype
-        self.staged = _aligned(self.elements * ITEMSIZE[task.dtype])
-        self.converted = _aligned(self.elements * ITEMSIZE[self.to]) if changed else 0
+        self.staged = _align_up(self.elements * ITEMSIZE[task.dtype])
+        self.converted = _align_up(self.elements * ITEMSIZE[self.to]) if changed else 0
         self.scales = 0
         if task.block:
             high, wide = (-(-size // block) for size, block in zip(self.shape[-2:], task.block, strict=True))
             self.scales = math.prod(self.shape[:-2]) * high * wide * ITEMSIZE[self.scale]
         temporary = temporary_bytes(self.shape, task.block) if changed else 0
-        self.all = self.staged + self.converted + _aligned(self.scales + temporary + rows * ROW_BYTES)
+        self.all = self.staged + self.converted + _align_up(self.scales + temporary + rows * ROW_BYTES)
 
-    def land(self, fetches: Iterable[Fetch], limit: int) -> None:
+    def land(self, fetches: Iterable[StagedRead], limit: int) -> None:
         """Make room for the bytes that are read from other ranks. Rows without room are read one by one."""
         for fetch in fetches:
             if self.all + fetch.landing > limit:
@@ -90,8 +90,8 @@ def _straight_bytes(task: Task, itemsize: int, most: int) -> int:
     for write in task.writes:
         both = packed(write.copy, itemsize)
         rows = runs_of(both[1] if both else write.copy)
-        offsets = _aligned(min(rows, most) * ROW_BYTES) if rows > 1 else 0
-        needed = max(needed, offsets + (_aligned(write.copy.elements * itemsize) if both else 0))
+        offsets = _align_up(min(rows, most) * ROW_BYTES) if rows > 1 else 0
+        needed = max(needed, offsets + (_align_up(write.copy.elements * itemsize) if both else 0))
     return needed
 
 
@@ -100,7 +100,7 @@ def small(task: Task, plan: UpdatePlan, limit: int) -> bool:
     most = most_rows(limit)
     if task.kind == "direct":
         return _straight_bytes(task, ITEMSIZE[task.dtype], most) <= limit // SHARE
-    return Sizes(task, plan.targets, most).all <= limit // SHARE
+    return StagingSizes(task, plan.targets, most).all <= limit // SHARE
 
 
 def check_limit(plan: UpdatePlan, rank: int, limit: int) -> None:
@@ -114,7 +114,7 @@ def check_limit(plan: UpdatePlan, rank: int, limit: int) -> None:
         seen.add(kind)
         none = tuple(0 for _ in entry.size)
         least = Task(entry.target, none, entry.size, "make", entry.dtype, entry.scale, entry.block, (), ())
-        needed = Sizes(least, plan.targets, most_rows(limit)).all
+        needed = StagingSizes(least, plan.targets, most_rows(limit)).all
         if needed > limit:
             raise aiote.UsageError(
                 f"{entry.target}: a block of {entry.block} takes {needed} bytes of staging memory, "

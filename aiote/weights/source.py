@@ -20,7 +20,7 @@ from anyio.lowlevel import checkpoint
 import aiote
 
 from .. import service
-from ..service.background import to_the_end
+from ..service.background import run_shielded
 from .convert import cast, quantize
 from .copies import Copy
 from .dtypes import ITEMSIZE
@@ -43,12 +43,12 @@ from .protocol import (
     packed_layout,
     places_of,
 )
-from .rank_memory import TENSOR_BYTES, Bytes, RankMemory, StagingMemory, in_thread, plain_errors
+from .rank_memory import TENSOR_BYTES, Bytes, RankArrays, StagingMemory, in_thread, plain_errors
 from .recipe import Recipe
-from .remote import Names, RemoteMemory
-from .sizes import LEAST, Fetch, Sizes, check_limit, most_rows, small
+from .remote import Names, RemoteTensors
+from .sizes import LEAST, StagedRead, StagingSizes, check_limit, most_rows, small
 from .tasks import Task, Write
-from .writes import ROW_BYTES, Batch, Rows, Straight, move, packed, parts_of, rows_of, runs_of, write_rows
+from .writes import ROW_BYTES, RowBatch, Rows, Straight, move, packed, parts_of, rows_of, runs_of, write_rows
 
 __all__ = ["Source", "serve_source"]
 
@@ -79,28 +79,28 @@ class Source:
         self, engine: aiote.Engine, layout: Layout, rank: int, arrays: Mapping[str, Any], recipe: Recipe, limit: int
     ) -> None:
         self.engine, self.layout, self.rank, self.recipe = engine, layout, rank, recipe
-        self.weights = RankMemory(layout, rank, arrays)
+        self.weights = RankArrays(layout, rank, arrays)
         self.staging = StagingMemory(engine, limit)
         self.plan: UpdatePlan | None = None
         self.digest = b""
         self._packed = packed_layout(layout.only(rank))
         self.latest: Update | None = None
-        self.sources: dict[int, RemoteMemory] = {}
+        self.sources: dict[int, RemoteTensors] = {}
         self.names: dict[int, Names] = {}
         self.places: dict[bytes, Numbers] = {}
         self._steps: list[Task | Straight] = []
 
-    def described(self) -> SourceState:
+    def describe(self) -> SourceState:
         """Return the source's description of itself for its controller."""
         regions = Descriptors.of([region.descriptor for region in self.weights.regions])
         places = places_of(self.weights)
         return SourceState(self.rank, self._packed, places, regions, str(self.engine.address))
 
     async def prepare(self, sources: Sequence[SourceState], targets: Sequence[TargetState], gather: str) -> bytes:
-        """Plan with these ranks, and return the plan's digest. Raises UsageError like `planned` and `check_limit`."""
+        """Plan with these ranks; return the digest. Raises UsageError as `plan_described` and `check_limit`."""
         self.plan, self._steps = None, []
         nbytes = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
-        plan, names = await in_thread(nbytes, functools.partial(planned, sources, targets, self.recipe, gather))
+        plan, names = await in_thread(nbytes, functools.partial(plan_described, sources, targets, self.recipe, gather))
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
         # Keep the places of other controllers' targets too, because their plan may be the same.
@@ -109,7 +109,7 @@ class Source:
             del self.places[known]
         self.names = names[1]
         self.sources = {
-            one.rank: RemoteMemory(self.engine, one.address, one.regions, one.places, names[0][one.rank], "read")
+            one.rank: RemoteTensors(self.engine, one.address, one.regions, one.places, names[0][one.rank], "read")
             for one in sources
         }
         self.plan = plan
@@ -146,7 +146,7 @@ class Source:
             yield task._replace(writes=tuple(rest))
 
 
-def planned(
+def plan_described(
     sources: Sequence[SourceState], targets: Sequence[TargetState], recipe: Recipe, gather: Any
 ) -> tuple[UpdatePlan, list[dict[int, Names]]]:
     """Return the plan for ranks that have described themselves, and for both sides the numbers of each rank's tensors.
@@ -203,14 +203,14 @@ class _Sending:
         self.lost: dict[int, str] = {}
         self.written = self.gathered = 0
         self._destinations = {one.rank: (one, self._remote(one)) for one in destinations if one.rank in source.names}
-        self._batches = {rank: Batch(remote) for rank, (_, remote) in self._destinations.items()}
+        self._batches = {rank: RowBatch(remote) for rank, (_, remote) in self._destinations.items()}
         self._under_way = anyio.Semaphore(UNITS)
 
-    def _remote(self, to: WriteTarget) -> RemoteMemory:
+    def _remote(self, to: WriteTarget) -> RemoteTensors:
         places = self.source.places.get(to.known) if to.places is None else to.places
         if places is None:
             raise PlanMismatchError(f"rank {self.source.rank} has forgotten where tensors lie: prepare it once more")
-        return RemoteMemory(self.engine, to.address, to.regions, places, self.source.names[to.rank], "write")
+        return RemoteTensors(self.engine, to.address, to.regions, places, self.source.names[to.rank], "write")
 
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of this source's part."""
@@ -222,12 +222,12 @@ class _Sending:
         except aiote.AioteError:
             if not self.lost:
                 raise
-            return self._sent()
+            return self._make_report()
         async with anyio.create_task_group() as group:
             for target, senders in self.plan.senders.items():
                 if rank in senders and target in self._destinations:
                     group.start_soon(self._commit, self._destinations[target][0])
-        return self._sent()
+        return self._make_report()
 
     async def _begin_all(self, group: TaskGroup) -> None:
         """Begin all steps, several at a time."""
@@ -239,7 +239,7 @@ class _Sending:
                 group.start_soon(self._unit, step)
                 continue
             for rank in step.ranks:
-                if self._batched(rank, step):
+                if self._add_to_batch(rank, step):
                     await self._under_way.acquire()
                     group.start_soon(self._write_batch, rank)
         for rank, batch in self._batches.items():
@@ -247,7 +247,7 @@ class _Sending:
                 await self._under_way.acquire()
                 group.start_soon(self._write_batch, rank)
 
-    def _batched(self, rank: int, row: Straight) -> bool:
+    def _add_to_batch(self, rank: int, row: Straight) -> bool:
         """Add a row to its target's batch; return whether the batch must be written now."""
         if rank in self.failed or rank not in self._batches:
             return False
@@ -267,7 +267,7 @@ class _Sending:
         finally:
             self._under_way.release()
 
-    def _sent(self) -> Sent:
+    def _make_report(self) -> Sent:
         return Sent(self.written, self.gathered, self.source.staging.peak, self.failed, self.lost)
 
     async def _commit(self, to: WriteTarget) -> None:
@@ -283,7 +283,7 @@ class _Sending:
                 for write in task.writes:
                     await self._straight(write)
             else:
-                await self._made(task)
+                await self._make_unit(task)
         finally:
             self._under_way.release()
 
@@ -295,32 +295,32 @@ class _Sending:
         if both is None:
             place = memory.places[name]
             region = memory.regions[place.region][place.offset : place.offset + place.nbytes]
-            async with self._counted(write.copy):
+            async with self._reserve_offsets(write.copy):
                 await self._write(write.ranks, write.copy, size, region)
             return
         into, out = both
         offsets = min(runs_of(out), self._most) * ROW_BYTES
         nbytes = into.elements * size
-        async with self.source.staging.take(nbytes + offsets) as (staged, region):
+        async with self.source.staging.reserve(nbytes + offsets) as (staged, region):
             await in_thread(nbytes, lambda: move(into, size, memory.bytes_of(name), staged[:nbytes]))
             await self._write(write.ranks, out, size, region[:nbytes])
 
     @asynccontextmanager
-    async def _counted(self, copy: Copy) -> AsyncIterator[None]:
+    async def _reserve_offsets(self, copy: Copy) -> AsyncIterator[None]:
         """Count the offsets of a copy's rows as staging memory, if there are several rows."""
         rows = min(runs_of(copy), self._most)
         if rows == 1:
             yield
         else:
-            async with self.source.staging.count(rows * ROW_BYTES):
+            async with self.source.staging.reserve_elsewhere(rows * ROW_BYTES):
                 yield
 
-    async def _made(self, task: Task) -> None:
+    async def _make_unit(self, task: Task) -> None:
         """Gather, convert and write one unit."""
-        fetches = [Fetch(read, ITEMSIZE[task.dtype]) for read in task.reads if read.rank != self.source.rank]
-        sizes = Sizes(task, self.plan.targets, self._most)
+        fetches = [StagedRead(read, ITEMSIZE[task.dtype]) for read in task.reads if read.rank != self.source.rank]
+        sizes = StagingSizes(task, self.plan.targets, self._most)
         sizes.land(fetches, self.source.staging.limit)
-        async with self.source.staging.take(sizes.all) as (memory, region):
+        async with self.source.staging.reserve(sizes.all) as (memory, region):
             staged = memory[: sizes.staged]
             if sum(read.copy.elements for read in task.reads) < sizes.elements:
                 staged[:] = 0
@@ -349,22 +349,22 @@ class _Sending:
 
         await in_thread(sum(copy.elements for copy in own) * size, load)
 
-    async def _read_others(self, fetches: list[Fetch], end: int, region: aiote.Region, memory: Bytes) -> None:
+    async def _read_others(self, fetches: list[StagedRead], end: int, region: aiote.Region, memory: Bytes) -> None:
         async with anyio.create_task_group() as group:
             for fetch in fetches:
                 end -= fetch.landing
                 group.start_soon(self._fetch_or_say, fetch, end, region, memory)
 
-    async def _fetch_or_say(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
+    async def _fetch_or_say(self, fetch: StagedRead, landing: int, region: aiote.Region, memory: Bytes) -> None:
         try:
-            await self._fetch(fetch, landing, region, memory)
+            await self._fetch_rows(fetch, landing, region, memory)
         except aiote.AioteError as error:
             if not self.engine.closed:
                 # The other source has failed, and not this rank.
                 self.lost[fetch.rank] = str(error)
             raise
 
-    async def _fetch(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
+    async def _fetch_rows(self, fetch: StagedRead, landing: int, region: aiote.Region, memory: Bytes) -> None:
         """Read rows of another source's part into the staging memory."""
         owner, size = self.sources[fetch.rank], fetch.itemsize
         remote = owner.tensor(fetch.tensor)
@@ -385,14 +385,14 @@ class _Sending:
         """Read each row by a read of its own, several at a time."""
         left = zip(rows.source.tolist(), rows.target.tolist(), strict=True)
 
-        async def some() -> None:
+        async def read_some() -> None:
             for there, here in left:
                 await self.engine.read(remote[there : there + rows.nbytes], region[here : here + rows.nbytes])
 
         with plain_errors():
             async with anyio.create_task_group() as group:
                 for _ in range(min(READS, len(rows.source))):
-                    group.start_soon(some)
+                    group.start_soon(read_some)
 
     async def _write(self, ranks: Sequence[int], copy: Copy, size: int, region: aiote.Region) -> None:
         for part in parts_of(copy, self._most):
@@ -416,7 +416,7 @@ class _Sending:
             self.failed[rank] = str(error)
 
 
-def _convert(task: Task, sizes: Sizes, staged: Bytes, out: Bytes) -> None:
+def _convert(task: Task, sizes: StagingSizes, staged: Bytes, out: Bytes) -> None:
     source = staged[: sizes.elements * ITEMSIZE[task.dtype]]
     target = out[: sizes.elements * ITEMSIZE[sizes.to]]
     if task.block:
@@ -437,7 +437,7 @@ class _ServedSource(SourceService):
     async def describe(self) -> SourceState:
         # Only a controller may learn where the weights can be read.
         self._controllers.require()
-        return self._source.described()
+        return self._source.describe()
 
     @service.method(idempotent=True, raises=[aiote.UsageError])
     async def prepare(self, sources: list[SourceState], targets: list[TargetState], gather: str) -> bytes:
@@ -495,5 +495,5 @@ async def serve_source(
         async with service.serve(engine, _ServedSource(source, callers)):
             yield source
     finally:
-        await to_the_end(source.staging.close)
-        await to_the_end(source.weights.close)
+        await run_shielded(source.staging.close)
+        await run_shielded(source.weights.close)

@@ -28,7 +28,7 @@ import aiote
 
 from .. import service
 from ..aio import current_loop
-from ..service.background import beside, to_the_end
+from ..service.background import run_background_tasks, run_shielded
 from .layout import Layout
 from .protocol import (
     Descriptors,
@@ -44,7 +44,7 @@ from .protocol import (
     packed_layout,
     places_of,
 )
-from .rank_memory import TENSOR_BYTES, RankMemory, in_thread
+from .rank_memory import TENSOR_BYTES, RankArrays, in_thread
 
 __all__ = ["Target", "serve_target"]
 
@@ -70,11 +70,11 @@ class Target:
         if versions not in ("inplace", "gated", "shadow"):
             raise aiote.UsageError(f'versions is {versions!r}, expected "inplace", "gated" or "shadow"')
         self.engine = engine
-        self.weights = RankMemory(layout, rank, arrays, written=True)
+        self.weights = RankArrays(layout, rank, arrays, written=True)
         self.written = self.weights
         if versions == "shadow":
             # A commit also copies padding, which updates do not write. So the shadow begins as a copy of the weights.
-            self.written = RankMemory.allocated(layout, rank, self.weights.tied())
+            self.written = RankArrays.allocated(layout, rank, self.weights.tied())
             self.weights.copy_to(self.written)
         self._overlapping = self.weights.overlapping()
         self.rank, self.replica, self.versions = rank, replica, versions
@@ -93,12 +93,12 @@ class Target:
         """The version of the weights; None before the first commit, and while the weights are updating or torn."""
         return None if self.update is None or self.state in ("torn", "updating") else self.update.version
 
-    def described(self) -> TargetState:
+    def describe(self) -> TargetState:
         """Return the target's description of itself for its controller."""
         places = places_of(self.written)
         return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed, places)
 
-    def named(self, numbers: Numbers) -> list[str]:
+    def names_of(self, numbers: Numbers) -> list[str]:
         """Return the names of the tensors with these numbers. Raises UsageError for a number without a tensor."""
         held = [name for name in self.weights.layout.tensors if name in self.weights.places]
         if numbers.ndim != 1 or (len(numbers) and int(np.max(numbers)) >= len(held)):
@@ -136,7 +136,7 @@ class Target:
         self.ended = True
         self.change(self.state)
 
-    async def follow(self) -> None:
+    async def end_with_engine(self) -> None:
         """Wait until the engine is closed, then end the target."""
         await self.engine.wait_closed()
         self.end()
@@ -165,7 +165,7 @@ class Target:
                     while self.current is not None:
                         await self._changed.wait()
 
-    async def opened(self) -> None:
+    async def wait_open(self) -> None:
         """Wait until an update may write to the weights."""
         while not self._open:
             await self._changed.wait()
@@ -174,7 +174,7 @@ class Target:
         """Copy the weights to the shadow again, if a failed update has written to the shadow."""
         if self.stale:
             copy = functools.partial(self.weights.copy_to, self.written)
-            await to_the_end(functools.partial(in_thread, self.weights.nbytes, copy))
+            await run_shielded(functools.partial(in_thread, self.weights.nbytes, copy))
             self.stale = False
 
     async def install(self, update: Update, names: Iterable[str]) -> None:
@@ -185,7 +185,7 @@ class Target:
 
         async def swap() -> None:
             if self.written is not self.weights:
-                # An interruption makes `to_the_end` call this again. The leases are revoked, so the result is the same.
+                # An interruption makes `run_shielded` call this again. The leases are revoked: the result is the same.
                 copy = functools.partial(self.written.copy_to, self.weights, names)
                 await in_thread(self.weights.nbytes, copy)
                 self.stale = False
@@ -194,13 +194,13 @@ class Target:
             self.change("ready")
 
         try:
-            await to_the_end(swap)
+            await run_shielded(swap)
         finally:
             # Call the program even after a cancellation, because the weights are new.
             if self.update == update and self._on_commit is not None:
-                await self._tell(self._on_commit, update.version)
+                await self._call_on_commit(self._on_commit, update.version)
 
-    async def _tell(self, on_commit: Callable[[int], Awaitable[None] | None], version: int) -> None:
+    async def _call_on_commit(self, on_commit: Callable[[int], Awaitable[None] | None], version: int) -> None:
         """Call `on_commit` in a task of its own, so that a cancellation of the update does not reach it."""
         failures: list[Exception] = []
 
@@ -216,7 +216,7 @@ class Target:
                 failures.append(error)
 
         task = current_loop().spawn(call, name="aiote weights: on_commit")
-        await to_the_end(task.join)
+        await run_shielded(task.join)
         if failures:
             raise failures[0]
 
@@ -237,7 +237,7 @@ class _Incoming:
             self._scope.cancel()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def guard_step(self) -> Iterator[None]:
         """Surround a step that may wait. Raises StaleUpdateError if the update was aborted before the step's end."""
         if not self.aborted:
             with anyio.CancelScope() as self._scope:
@@ -256,7 +256,7 @@ class _ServedTarget(TargetService):
 
     @service.method(idempotent=True)
     async def describe(self) -> TargetState:
-        return self._target.described()
+        return self._target.describe()
 
     @service.method(raises=[StaleUpdateError])
     async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
@@ -265,42 +265,42 @@ class _ServedTarget(TargetService):
         check_epoch(order.update, target.epoch)
         if len(order.written) != len(order.sources):
             raise aiote.UsageError(f"{len(order.sources)} sources write to tensors, got those of {len(order.written)}")
-        written = [target.named(numbers) for numbers in order.written]
+        written = [target.names_of(numbers) for numbers in order.written]
         target.check_apart(itertools.chain(*written))
         await self._displace(order.update)
         target.current = mine
         leases: list[aiote.Lease] = []
         counted = ExitStack()
         try:
-            with mine.step():
-                await target.opened()
+            with mine.guard_step():
+                await target.wait_open()
             # Use a new immediate, and count only these sources: a late commit of an earlier update must not count.
             block = counted.enter_context(target.engine.reserve_immediates(1, order.sources))
             counter = counted.enter_context(target.engine.counter(block.first))
             await target.refresh()
-            lent = _lent(target, order.sources, written, leases)
+            lent = _lease_regions(target, order.sources, written, leases)
             if target.versions != "shadow":
                 target.change("updating")
             else:
                 target.stale = True
             yield Step("lent", counter.imm, lent, places_of(target.written))
-            with mine.step():
+            with mine.guard_step():
                 await counter.wait(len(order.sources)) if order.sources else None
             yield Step("counted")
-            with mine.step():
+            with mine.guard_step():
                 await mine.asked.wait()
             await _revoke(leases)
             await target.install(order.update, dict.fromkeys(itertools.chain(*written)))
             yield Step("committed")
         finally:
-            await self._over(mine, leases, counted)
+            await self._end_update(mine, leases, counted)
 
-    async def _over(self, mine: _Incoming, leases: list[aiote.Lease], counted: ExitStack) -> None:
+    async def _end_update(self, mine: _Incoming, leases: list[aiote.Lease], counted: ExitStack) -> None:
         async def revoke() -> None:
             await _revoke(leases)
 
         try:
-            await to_the_end(revoke)
+            await run_shielded(revoke)
         finally:
             # Do this even if the revocation was interrupted again: the next update must not wait for this one.
             counted.close()
@@ -336,7 +336,7 @@ class _ServedTarget(TargetService):
         target.current.asked.set()
 
 
-def _lent(
+def _lease_regions(
     target: Target, sources: Sequence[str], written: Sequence[Sequence[str]], leases: list[aiote.Lease]
 ) -> Descriptors:
     """Lend each source, under one lease, the regions that it writes to; return the descriptors."""
@@ -392,8 +392,8 @@ async def serve_target(
     target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")
     try:
-        async with service.serve(engine, _ServedTarget(target, callers)), beside(target.follow):
+        async with service.serve(engine, _ServedTarget(target, callers)), run_background_tasks(target.end_with_engine):
             yield target
     finally:
         target.end()
-        await to_the_end(target.written.close)
+        await run_shielded(target.written.close)

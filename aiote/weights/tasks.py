@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from .assignment import Unit, ranks_of
 from .cells import Atom, Cell, Holder, clip
 from .copies import Copy, Origin, load, relocate, store
-from .deal import Unit, ranks_of
 from .entries import Entry
 from .layout import Layout
 
@@ -76,8 +76,8 @@ def fetches(entry: Entry, cell: Cell, unit: Unit, sources: Layout) -> Iterator[F
             yield (unit.maker, own, *shared) if own else (ranks[place % len(ranks)], holder, *shared)
 
 
-def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: int) -> Task:
-    """Return the task of a unit. Its writes begin at place `turn` of the target ranks."""
+def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, shift: int) -> Task:
+    """Return the task of a unit. Its writes begin at place `shift` of the target ranks."""
     cell = entry.cells[unit.cell]
     direct = cell.direct and not entry.converted
     found = list(fetches(entry, cell, unit, sources))
@@ -87,7 +87,7 @@ def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: in
         reads.append(Read(rank, load(begin, entry.target, (unit.start, unit.stop), start, stop)))
     writes = []
     for need in cell.needs:
-        ranks = _rotated(targets.tensors[entry.target].ranks[need.held], unit.ranks, turn)
+        ranks = _rotated(targets.tensors[entry.target].ranks[need.held], unit.ranks, shift)
         copies = _straight(entry, unit, found, need.held, sources, targets) if direct else None
         if ranks:
             for copy in copies or _staged(entry, unit, need.held, ranks[0], targets):
@@ -105,9 +105,9 @@ def origin_of(entry: Entry, holder: Holder, sources: Layout) -> Origin:
     return Origin(part, held, held.pieces[holder[2]])
 
 
-def _rotated(ranks: Sequence[int], only: tuple[int, ...] | None, turn: int) -> tuple[int, ...]:
+def _rotated(ranks: Sequence[int], only: tuple[int, ...] | None, shift: int) -> tuple[int, ...]:
     chosen = ranks if only is None else [rank for rank in ranks if rank in only]
-    first = turn % len(chosen) if chosen else 0
+    first = shift % len(chosen) if chosen else 0
     return (*chosen[first:], *chosen[:first])
 
 

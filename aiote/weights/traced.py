@@ -17,7 +17,7 @@ from ..errors import UsageError
 from .boxes import Array, boxes_between
 from .placement import dense
 
-__all__ = ["Elements", "Log", "Piece", "RecordError", "flat", "put_together", "whole_numbers"]
+__all__ = ["Elements", "Log", "RecordError", "TracedBox", "flat", "put_together", "whole_numbers"]
 
 Shape = tuple[int, ...]
 
@@ -29,7 +29,7 @@ class RecordError(UsageError, AttributeError):
     """
 
 
-class Piece(NamedTuple):
+class TracedBox(NamedTuple):
     """A box of a traced tensor. Its element i is element offset + i . strides of a dense source tensor."""
 
     start: Shape
@@ -61,7 +61,7 @@ class Elements:
         self,
         name: str,
         casts: tuple[str, ...],
-        storage: tuple[Piece, ...],
+        storage: tuple[TracedBox, ...],
         whole: Shape,
         view: tuple[Shape, int, Shape],
     ) -> None:
@@ -72,10 +72,10 @@ class Elements:
     @classmethod
     def of(cls, name: str, shape: Shape, dtype: str) -> Elements:
         """Return the elements of a source tensor."""
-        return cls.dense(name, (dtype,), shape, (Piece((0,) * len(shape), shape, name, 0, dense(shape)),))
+        return cls.dense(name, (dtype,), shape, (TracedBox((0,) * len(shape), shape, name, 0, dense(shape)),))
 
     @classmethod
-    def dense(cls, name: str, casts: tuple[str, ...], shape: Shape, pieces: tuple[Piece, ...]) -> Elements:
+    def dense(cls, name: str, casts: tuple[str, ...], shape: Shape, pieces: tuple[TracedBox, ...]) -> Elements:
         """Return the elements of a new dense storage that consists of pieces."""
         return cls(name, casts, pieces, shape, (shape, 0, dense(shape)))
 
@@ -88,11 +88,13 @@ class Elements:
         """Return another view of the same storage. Offset and strides are in elements."""
         return Elements(self.name, self.casts, self._storage, self._whole, (tuple(shape), offset, tuple(strides)))
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TracedBox, ...]:
         """Return pieces that say where each element comes from. Raises RecordError if these are too many boxes."""
         piece = self._storage[0] if len(self._storage) == 1 else None
         if piece is not None and (piece.extent, piece.strides) == (self._whole, dense(self._whole)):
-            return (Piece((0,) * len(self.shape), self.shape, piece.source, piece.offset + self.offset, self.strides),)
+            return (
+                TracedBox((0,) * len(self.shape), self.shape, piece.source, piece.offset + self.offset, self.strides),
+            )
         here = Array(self._whole), self.offset, self.strides
         there = Array(self.shape), 0, dense(self.shape)
         try:
@@ -135,7 +137,7 @@ def put_together(several: Sequence[Elements], at: int) -> Elements:
     if len({(_put(one.shape, at, 0), one.casts) for one in several}) != 1:
         made = ", ".join(f"{one.name} {' to '.join(one.casts)} {one.shape}" for one in several)
         raise RecordError(f"{first.name}: the loader puts together tensors that differ in shape or type: {made}")
-    pieces: list[Piece] = []
+    pieces: list[TracedBox] = []
     begin = 0
     for one in several:
         pieces += [piece._replace(start=_put(piece.start, at, piece.start[at] + begin)) for piece in one.pieces()]
@@ -164,7 +166,7 @@ def whole_numbers(values: Any) -> list[int] | None:
     return list(several)
 
 
-def _common(piece: Piece, start: Shape, begin: Shape, extent: Shape, axes: Shape) -> Iterator[Piece]:
+def _common(piece: TracedBox, start: Shape, begin: Shape, extent: Shape, axes: Shape) -> Iterator[TracedBox]:
     """Yield the part of a box of a view that lies in a piece of the view's storage, as a piece of the view.
 
     The box begins at `start` in the storage and at `begin` in the view. `extent` and `axes` have one number for each
@@ -180,7 +182,7 @@ def _common(piece: Piece, start: Shape, begin: Shape, extent: Shape, axes: Shape
         return
     offset = piece.offset + sum((a - b) * stride for a, b, stride in zip(low, piece.start, piece.strides, strict=True))
     dims = list(zip(begin, axes, strict=True))
-    yield Piece(
+    yield TracedBox(
         tuple(at + low[axis] - start[axis] if axis >= 0 else at for at, axis in dims),
         tuple(high[axis] - low[axis] if axis >= 0 else 1 for _, axis in dims),
         piece.source,

@@ -18,7 +18,7 @@ from .copy_log import CopyLog
 from .traced import RecordError, flat
 from .traced_torch import is_traced
 
-__all__ = ["read_only", "watched"]
+__all__ = ["read_only", "refuse_later_changes"]
 
 LIKE = {
     "empty_like",
@@ -35,16 +35,16 @@ LIKE = {
 
 
 @contextmanager
-def watched(log: CopyLog) -> Iterator[None]:
+def refuse_later_changes(log: CopyLog) -> Iterator[None]:
     """Until the end of a `with`, refuse torch operations on elements of parameters that the loader has copied there."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
+    class CopyGuard(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             _check_use(log, function, args, kwargs or {})
             return function(*args, **(kwargs or {}))
 
-    with Watch():
+    with CopyGuard():
         yield
 
 

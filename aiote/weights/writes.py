@@ -2,7 +2,7 @@
 
 A transfer copies rows of bytes, by a list of offsets for each side. A copy of many short rows is carried out in parts,
 so that the lists stay short. If an update's tensors are split along their first dimension, most copies are a single
-row. These go out many at a time, in a `Batch` for each target.
+row. These go out many at a time, in a `RowBatch` for each target.
 """
 
 from __future__ import annotations
@@ -19,9 +19,20 @@ import aiote
 from .copies import Copy, merged
 from .placement import dense
 from .rank_memory import Bytes
-from .remote import RemoteMemory
+from .remote import RemoteTensors
 
-__all__ = ["ROW_BYTES", "Batch", "Rows", "Straight", "move", "packed", "parts_of", "rows_of", "runs_of", "write_rows"]
+__all__ = [
+    "ROW_BYTES",
+    "RowBatch",
+    "Rows",
+    "Straight",
+    "move",
+    "packed",
+    "parts_of",
+    "rows_of",
+    "runs_of",
+    "write_rows",
+]
 
 PACK_BYTES = 4096
 """Rows of fewer bytes than this are packed before they are written, if that makes them longer at the target."""
@@ -44,10 +55,10 @@ class Straight(NamedTuple):
     source: aiote.Region
 
 
-class Batch:
+class RowBatch:
     """Rows that wait to be written to one target."""
 
-    def __init__(self, remote: RemoteMemory) -> None:
+    def __init__(self, remote: RemoteTensors) -> None:
         self._remote = remote
         self._rows: list[tuple[aiote.Region, aiote.RemoteRegion]] = []
         self._group: aiote.PeerGroup | None = None

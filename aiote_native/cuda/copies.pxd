@@ -31,7 +31,7 @@ cdef struct GpuQueues:
     CopyQueue out
     CopyQueue back
 
-cdef class Gpu:
+cdef class CopyQueues:
     cdef GpuQueues* queues
     cdef int device
     cdef bint primary

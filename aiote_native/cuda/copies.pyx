@@ -133,7 +133,7 @@ cdef void queue_wait(CopyQueue* self, uint32_t number) noexcept nogil:
 
 
 @cython.no_gc_clear
-cdef class Gpu:
+cdef class CopyQueues:
     """The two queues of copies for one device's memory. If the device breaks, `error` is the driver's code.
 
     If the object is freed without `close`, its pinned memory stays allocated, because a channel that is still open may

@@ -10,7 +10,7 @@ cdef struct StreamPoint:
     void* event
     bint passed
 
-# The stream points that one transfer waits for; held.pyx keeps a list of these.
+# The stream points that one transfer waits for; stream_orders.pyx keeps a list of these.
 cdef struct Hold:
     Hold* prev
     Hold* next

@@ -132,7 +132,7 @@ def discover(str provider, str node="", str domain="", *, bint usable=True) -> l
     return found
 
 
-cdef class Device(NativeDevice):
+cdef class LibfabricDevice(NativeDevice):
     """An opened fabric and domain. Endpoints are made on it, and memory is registered with it."""
 
     def __cinit__(self):
@@ -228,13 +228,13 @@ cdef class Device(NativeDevice):
 
 
 @cython.no_gc_clear
-cdef class FabricMemory(Registration):
+cdef class FabricMemory(NicRegistration):
     """A memory registration: a key for peers, and a descriptor for this side's own operations."""
 
     def __cinit__(self):
         self.mr = NULL
 
-    def __init__(self, Device device, uint64_t address, size_t length, bint writable, int access):
+    def __init__(self, LibfabricDevice device, uint64_t address, size_t length, bint writable, int access):
         cdef uint64_t flags = FI_SEND | FI_WRITE
         cdef uint64_t wanted = 0
         cdef uint64_t mask = 0xFFFFFFFFFFFFFFFFULL

@@ -1,6 +1,6 @@
 from libc.stdint cimport uint64_t
 
-from aiote_native.libfabric.device cimport Device, FabricMemory
+from aiote_native.libfabric.device cimport FabricMemory, LibfabricDevice
 from aiote_native.libfabric.fabric cimport fi_addr_t, fid_av, fid_cq, fid_ep, fid_fabric
 from aiote_native.libfabric.srd cimport Srd
 from aiote_native.provider cimport NativeEndpoint
@@ -34,8 +34,8 @@ cdef struct FabricEndpoint:
     FabricEndpoint* next
     FabricEndpoint* prev
 
-cdef class Endpoint(NativeEndpoint):
-    cdef Device device
+cdef class LibfabricEndpoint(NativeEndpoint):
+    cdef LibfabricDevice device
     cdef FabricEndpoint* impl
     cdef bytes mark
     cdef bytes peer_address

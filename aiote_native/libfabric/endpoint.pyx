@@ -20,7 +20,7 @@ import mmap
 import os
 
 from aiote_native.forks cimport check_process
-from aiote_native.libfabric.device cimport Device
+from aiote_native.libfabric.device cimport LibfabricDevice
 from aiote_native.libfabric.fabric cimport (
     FI_ADDR_STR, FI_ADDR_UNSPEC, FI_AV_TABLE, FI_COMPLETION, FI_CQ_FORMAT_DATA, FI_DELIVERY_COMPLETE, FI_EAGAIN,
     FI_EAVAIL, FI_GETWAIT, FI_RECV, FI_REMOTE_CQ_DATA, FI_TRANSMIT, FI_WAIT_FD, FI_WAIT_NONE, fi_av_attr,
@@ -305,7 +305,7 @@ cdef int sge_limit_of(const fi_info* info) noexcept:
 
 
 @cython.no_gc_clear
-cdef class Endpoint(NativeEndpoint):
+cdef class LibfabricEndpoint(NativeEndpoint):
     """An enabled endpoint. The caller sends its `address` to the peer and gives the peer's to `connect`."""
 
     def __cinit__(self):
@@ -314,7 +314,7 @@ cdef class Endpoint(NativeEndpoint):
     def __dealloc__(self):
         self.drop(self.device)
 
-    def __init__(self, Device device, bint waits=True, size_t queue=4096, str mark=""):
+    def __init__(self, LibfabricDevice device, bint waits=True, size_t queue=4096, str mark=""):
         """Open and enable the endpoint; `waits` asks for a wait descriptor, which shm does not have.
 
         The name of an endpoint without a descriptor begins with `mark` in /dev/shm, which must be unique to this

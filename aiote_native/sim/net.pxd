@@ -95,7 +95,7 @@ cdef struct Memory:
 # One operation, from its post to the completion.
 cdef struct Work:
     Item item
-    SimEndpoint* source  # NULL: it was closed, and the bytes on the wire go on without it
+    SimPort* source  # NULL: it was closed, and the bytes on the wire go on without it
     Nic* nic
     Nic* far             # the target's NIC; NULL if the target was gone when this was posted
     uint64_t target      # the number of the other endpoint
@@ -136,8 +136,8 @@ cdef struct Receive:
     uint8_t* memory
     uint64_t length
 
-cdef struct SimEndpoint:
-    SimEndpoint* next
+cdef struct SimPort:
+    SimPort* next
     Net* net
     Nic* nic
     uint64_t number
@@ -206,7 +206,7 @@ cdef struct Net:
     Item** heap
     uint32_t heap_count
     uint32_t heap_size
-    SimEndpoint* endpoint_table[BUCKETS]
+    SimPort* endpoint_table[BUCKETS]
     Memory* memory_table[BUCKETS]
     Nic* nics
     Fault* faults
@@ -221,6 +221,6 @@ cdef uint64_t draw(Net* net, uint64_t below) noexcept nogil
 cdef int put(Net* net, Item* item, uint64_t time) noexcept nogil
 cdef void take_out(Net* net, Item* item) noexcept nogil
 cdef void set_alarm_clock(Net* net) noexcept nogil
-cdef SimEndpoint* find_endpoint(Net* net, uint64_t number) noexcept nogil
+cdef SimPort* find_endpoint(Net* net, uint64_t number) noexcept nogil
 cdef Memory* find_memory(Net* net, uint64_t key) noexcept nogil
 cdef void saw(Net* net, Happening kind, const Nic* nic, uint64_t number, uint64_t length, int status) noexcept nogil

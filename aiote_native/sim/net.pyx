@@ -122,8 +122,8 @@ cdef void set_alarm_clock(Net* net) noexcept nogil:
     timerfd_settime(net.timer_fd, TFD_TIMER_ABSTIME, &when, NULL)
 
 
-cdef SimEndpoint* find_endpoint(Net* net, uint64_t number) noexcept nogil:
-    cdef SimEndpoint* found = net.endpoint_table[number % BUCKETS]
+cdef SimPort* find_endpoint(Net* net, uint64_t number) noexcept nogil:
+    cdef SimPort* found = net.endpoint_table[number % BUCKETS]
     while found != NULL and found.number != number:
         found = found.next
     return found

@@ -1,4 +1,4 @@
-from aiote_native.provider cimport NativeDevice, Registration
+from aiote_native.provider cimport NativeDevice, NicRegistration
 from aiote_native.sim.net cimport Memory, Nic
 from aiote_native.sim.world cimport World
 
@@ -8,7 +8,7 @@ cdef class SimDevice(NativeDevice):
     cdef bint offsets
     cdef bint opened
 
-cdef class SimMemory(Registration):
+cdef class SimMemory(NicRegistration):
     cdef SimDevice device
     cdef Memory* memory
     cdef void drop(self) noexcept

@@ -1,4 +1,4 @@
-from aiote_native.provider import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, NicRegistration
 from aiote_native.sim.world import World
 
 class SimDevice(NativeDevice):
@@ -12,6 +12,6 @@ class SimDevice(NativeDevice):
     def slow(self, ns: int, at: int | None = None, after: int | None = None) -> None: ...
     def register(self, address: int, length: int, writable: bool = True, access: int = 3) -> SimMemory: ...
 
-class SimMemory(Registration):
+class SimMemory(NicRegistration):
     def __init__(self, device: SimDevice, address: int, length: int, writable: bool, access: int) -> None: ...
     def enlist(self) -> None: ...

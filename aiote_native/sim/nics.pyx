@@ -110,7 +110,7 @@ cdef class SimDevice(NativeDevice):
 
 
 @cython.no_gc_clear
-cdef class SimMemory(Registration):
+cdef class SimMemory(NicRegistration):
     """A memory registration under a random key, which is valid on its own NIC only."""
 
     def __cinit__(self):

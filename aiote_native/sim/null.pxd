@@ -1,4 +1,4 @@
-from aiote_native.sim.ports cimport Endpoint
+from aiote_native.sim.ports cimport SimEndpoint
 
-cdef class NullEndpoint(Endpoint):
+cdef class NullEndpoint(SimEndpoint):
     pass

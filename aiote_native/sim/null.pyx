@@ -5,14 +5,14 @@ The peer receives nothing over it, so it can only measure the posting side.
 
 from libc.errno cimport EAGAIN
 
-from aiote_native.sim.net cimport SimEndpoint
-from aiote_native.sim.ports cimport Endpoint, operations
+from aiote_native.sim.net cimport SimPort
+from aiote_native.sim.ports cimport SimEndpoint, operations
 from aiote_native.structs cimport Completion, OP_RECV, Post, RailOps, WorkRequest
 
 
 cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
     # The network's lock is not needed: only this endpoint's own operations use its ring.
-    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimPort* self = <SimPort*> impl
     cdef Completion* completion
     if args.opcode == OP_RECV:
         return 0
@@ -27,7 +27,7 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
 
 cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
     """Return completions, the last posted first, because rails promise no order. The other fields of entries stay 0."""
-    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimPort* self = <SimPort*> impl
     cdef int got = 0
     while got < capacity and self.ring_count:
         self.ring_count -= 1
@@ -37,7 +37,7 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
 
 
 cdef int arm(void* impl) noexcept nogil:
-    return (<SimEndpoint*> impl).ring_count != 0
+    return (<SimPort*> impl).ring_count != 0
 
 
 cdef RailOps null_operations = operations
@@ -46,9 +46,9 @@ null_operations.poll = poll
 null_operations.arm = arm
 
 
-cdef class NullEndpoint(Endpoint):
+cdef class NullEndpoint(SimEndpoint):
     """An open endpoint of a NIC that moves no bytes."""
 
     def __init__(self, device):
-        Endpoint.__init__(self, device)
+        SimEndpoint.__init__(self, device)
         self.ops = &null_operations

@@ -1,12 +1,12 @@
 from aiote_native.provider cimport NativeEndpoint
-from aiote_native.sim.net cimport SimEndpoint
+from aiote_native.sim.net cimport SimPort
 from aiote_native.sim.nics cimport SimDevice
 from aiote_native.structs cimport RailOps
 
 cdef RailOps operations
 
-cdef class Endpoint(NativeEndpoint):
+cdef class SimEndpoint(NativeEndpoint):
     cdef SimDevice device
-    cdef SimEndpoint* impl
-    cdef SimEndpoint* lent
+    cdef SimPort* impl
+    cdef SimPort* lent
     cdef int open(self) except -1

@@ -6,5 +6,5 @@ from aiote_native.sim.nics import SimDevice
 ADDRESS: Struct
 MARK: bytes
 
-class Endpoint(NativeEndpoint):
+class SimEndpoint(NativeEndpoint):
     def __init__(self, device: SimDevice) -> None: ...

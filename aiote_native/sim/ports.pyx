@@ -39,7 +39,7 @@ ADDRESS = struct.Struct("<8sQ")
 MARK = b"aiotesim"
 
 
-cdef int post_receive(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+cdef int post_receive(SimPort* self, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef Receive* receive
     if self.receive_count == self.nic.model.receives:
         return -EAGAIN
@@ -55,7 +55,7 @@ cdef int post_receive(SimEndpoint* self, const Post* args, WorkRequest* wr) noex
     return 0
 
 
-cdef bint registered(SimEndpoint* self, const Work* work, const Memory* memory) noexcept nogil:
+cdef bint registered(SimPort* self, const Work* work, const Memory* memory) noexcept nogil:
     """Return whether the local SGEs of a work lie within the memory that their descriptor names, on this NIC."""
     cdef uint64_t address
     cdef int i
@@ -71,9 +71,9 @@ cdef bint registered(SimEndpoint* self, const Work* work, const Memory* memory) 
     return True
 
 
-cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+cdef int post_work(SimPort* self, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef const Model* model = &self.nic.model
-    cdef SimEndpoint* target
+    cdef SimPort* target
     cdef Work* work
     cdef int code
     if self.outstanding >= model.depth or (model.refusals and draw(self.net, 65536) < model.refusals):
@@ -127,7 +127,7 @@ cdef void describe(Work* work, const Post* args) noexcept nogil:
 
 
 cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
-    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimPort* self = <SimPort*> impl
     cdef int code
     pthread_mutex_lock(&self.net.lock)
     if self.closed or self.peer == 0:
@@ -143,13 +143,13 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
     return code
 
 
-cdef void look(SimEndpoint* self) noexcept nogil:
+cdef void look(SimPort* self) noexcept nogil:
     if not self.net.is_virtual:
         run_due(self.net, net_now(self.net))
 
 
 cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
-    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimPort* self = <SimPort*> impl
     cdef Entry* entry
     cdef int got = 0
     pthread_mutex_lock(&self.net.lock)
@@ -174,7 +174,7 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
 
 
 cdef int arm(void* impl) noexcept nogil:
-    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimPort* self = <SimPort*> impl
     cdef uint64_t value
     cdef bint armed
     pthread_mutex_lock(&self.net.lock)
@@ -192,8 +192,8 @@ cdef bint disconnect(void* impl) noexcept nogil:
 
 
 cdef void shut(void* impl) noexcept nogil:
-    cdef SimEndpoint* self = <SimEndpoint*> impl
-    cdef SimEndpoint** link
+    cdef SimPort* self = <SimPort*> impl
+    cdef SimPort** link
     if self.closed:
         return
     pthread_mutex_lock(&self.net.lock)
@@ -209,7 +209,7 @@ cdef void shut(void* impl) noexcept nogil:
 
 
 cdef void release(void* impl) noexcept nogil:
-    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimPort* self = <SimPort*> impl
     shut(impl)
     if self.wait_fd >= 0 and self.wait_fd != self.event_fd:
         close(self.wait_fd)
@@ -237,7 +237,7 @@ cdef int watched(int epoll_fd, int fd) except -1:
 
 
 @cython.no_gc_clear
-cdef class Endpoint(NativeEndpoint):
+cdef class SimEndpoint(NativeEndpoint):
     """An open endpoint. The caller sends its `address` to the peer and gives the peer's to `connect`."""
 
     def __cinit__(self):
@@ -254,7 +254,7 @@ cdef class Endpoint(NativeEndpoint):
             raise RuntimeError("the endpoint is open already, or its device is closed")
         check_process(device.epoch)
         check(-ENETDOWN if device.nic.state == NIC_BROKEN else 0, "open endpoint")
-        self.impl = <SimEndpoint*> calloc(1, sizeof(SimEndpoint))
+        self.impl = <SimPort*> calloc(1, sizeof(SimPort))
         if self.impl == NULL:
             raise MemoryError
         self.impl.event_fd = self.impl.wait_fd = -1
@@ -275,7 +275,7 @@ cdef class Endpoint(NativeEndpoint):
             raise
 
     cdef int open(self) except -1:
-        cdef SimEndpoint* impl = self.impl
+        cdef SimPort* impl = self.impl
         cdef Net* net = impl.net
         cdef const Model* model = &impl.nic.model
         impl.ring_size = model.depth + model.events + model.receives
@@ -316,7 +316,7 @@ cdef class Endpoint(NativeEndpoint):
         self.impl.peer = ADDRESS.unpack(address)[1]
 
     cdef void* release_to_channel(self) except NULL:
-        self.lent = <SimEndpoint*> NativeEndpoint.release_to_channel(self)
+        self.lent = <SimPort*> NativeEndpoint.release_to_channel(self)
         return self.lent
 
     def moved(self) -> int:

@@ -93,7 +93,7 @@ cdef void fail(Net* net, Work* work, int status) noexcept nogil:
     after(net, work, work.nic.model.answer)
 
 
-cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint64_t length, bint own) noexcept nogil:
+cdef void push_entry(SimPort* endpoint, WorkRequest* wr, int status, uint64_t length, bint own) noexcept nogil:
     """Report an entry to an endpoint's owner and wake it. The ring has room for all that may be outstanding."""
     cdef Completion completion
     memset(&completion, 0, sizeof(completion))
@@ -103,7 +103,7 @@ cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint64_
     enter(endpoint, &completion, own)
 
 
-cdef void push_immediate(Net* net, SimEndpoint* endpoint, const Work* work) noexcept nogil:
+cdef void push_immediate(Net* net, SimPort* endpoint, const Work* work) noexcept nogil:
     cdef Completion completion
     cdef Report* report
     memset(&completion, 0, sizeof(completion))
@@ -124,14 +124,14 @@ cdef void push_immediate(Net* net, SimEndpoint* endpoint, const Work* work) noex
 
 cdef void tell(Net* net, Report* report) noexcept nogil:
     """Report an immediate that arrived a while ago, if its endpoint still exists."""
-    cdef SimEndpoint* endpoint = find_endpoint(net, report.target)
+    cdef SimPort* endpoint = find_endpoint(net, report.target)
     if endpoint != NULL:
         endpoint.arrivals -= 1
         enter(endpoint, &report.completion, False)
     free(report)
 
 
-cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) noexcept nogil:
+cdef void enter(SimPort* endpoint, const Completion* completion, bint own) noexcept nogil:
     cdef uint64_t one = 1
     cdef Entry* entry = &endpoint.ring[(endpoint.ring_first + endpoint.ring_count) % endpoint.ring_size]
     entry.completion = completion[0]
@@ -145,7 +145,7 @@ cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) n
         write(endpoint.event_fd, &one, sizeof(one))
 
 
-cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target) noexcept nogil:
+cdef const Memory* granted(Net* net, const Work* work, const SimPort* target) noexcept nogil:
     """Return the memory that a work addresses at its target, or NULL if it has no right to it."""
     cdef const Memory* memory = find_memory(net, work.key)
     cdef const Sge* sge
@@ -164,7 +164,7 @@ cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target
     return memory
 
 
-cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept nogil:
+cdef void count_moved(Work* work, SimPort* target, uint64_t bytes_) noexcept nogil:
     target.moved += bytes_
     if work.source != NULL:
         work.source.moved += bytes_
@@ -192,7 +192,7 @@ cdef void move(const Work* work, const Memory* memory, uint64_t low, uint64_t hi
         start += sge.length
 
 
-cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
+cdef void place(Net* net, Work* work, SimPort* target) noexcept nogil:
     """Move the next piece between the two memories."""
     cdef const Memory* memory = granted(net, work, target)
     cdef uint64_t number = work.pieces - 1 - work.piece if work.backwards else work.piece
@@ -218,7 +218,7 @@ cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
         after(net, work, 0 if work.opcode == OP_READ else work.nic.model.answer)
 
 
-cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
+cdef bint deliver(Net* net, Work* work, SimPort* target) noexcept nogil:
     """Give the target an immediate or a message; return False if it has no room or no receive for it."""
     cdef Receive* receive
     if target.arrivals >= target.nic.model.events:
@@ -244,7 +244,7 @@ cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
     return True
 
 
-cdef void enqueue(Work* work, SimEndpoint* target) noexcept nogil:
+cdef void enqueue(Work* work, SimPort* target) noexcept nogil:
     work.queued = True
     work.behind = NULL
     if target.queue_end == NULL:
@@ -254,7 +254,7 @@ cdef void enqueue(Work* work, SimEndpoint* target) noexcept nogil:
     target.queue_end = work
 
 
-cdef void dequeue(Work* work, SimEndpoint* target) noexcept nogil:
+cdef void dequeue(Work* work, SimPort* target) noexcept nogil:
     cdef Work* before = NULL
     cdef Work* other = target.queue
     while other != NULL and other != work:
@@ -272,7 +272,7 @@ cdef void dequeue(Work* work, SimEndpoint* target) noexcept nogil:
     work.queued = False
 
 
-cdef void serve_queue(Net* net, SimEndpoint* endpoint) noexcept nogil:
+cdef void serve_queue(Net* net, SimPort* endpoint) noexcept nogil:
     """Deliver the queued operations, oldest first. A message that waits for a receive does not hold up the others."""
     cdef Work* work = endpoint.queue
     cdef Work* following
@@ -298,7 +298,7 @@ cdef bint held(const Work* work) noexcept nogil:
 
 cdef void step(Net* net, Work* work) noexcept nogil:
     """Run the next stage of one operation."""
-    cdef SimEndpoint* target
+    cdef SimPort* target
     if held(work):
         work.parked = True
         return
@@ -319,7 +319,7 @@ cdef void step(Net* net, Work* work) noexcept nogil:
 
 cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
     """Remove a work from every place where it may wait."""
-    cdef SimEndpoint* target
+    cdef SimPort* target
     take_out(net, &work.item)
     work.parked = False
     leave_turns(net, work)
@@ -368,7 +368,7 @@ cdef bint lingers(Net* net, Work* work) noexcept nogil:
     return True
 
 
-cdef void close_works(Net* net, SimEndpoint* endpoint) noexcept nogil:
+cdef void close_works(Net* net, SimPort* endpoint) noexcept nogil:
     """Drop the operations in flight of an endpoint that has left the table, and fail those that wait at it."""
     cdef Work* work = endpoint.works
     cdef Work* following
@@ -389,7 +389,7 @@ cdef void close_works(Net* net, SimEndpoint* endpoint) noexcept nogil:
 
 cdef void change_nic(Net* net, Nic* nic, int state) noexcept nogil:
     """Silence a NIC, break it, or bring it back."""
-    cdef SimEndpoint* endpoint
+    cdef SimPort* endpoint
     cdef Work* work
     cdef Work* following
     cdef int i
@@ -419,7 +419,7 @@ cdef void touched(Net* net, Nic* nic, Work* work) noexcept nogil:
         fail(net, work, -ENETDOWN if work.nic == nic else -EHOSTUNREACH)
 
 
-cdef void break_endpoint(SimEndpoint* endpoint) noexcept nogil:
+cdef void break_endpoint(SimPort* endpoint) noexcept nogil:
     """Fail the posted receives of an endpoint whose NIC broke. The endpoint stays broken when the NIC is up again."""
     cdef Receive* receive
     endpoint.broken = True

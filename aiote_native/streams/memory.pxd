@@ -1,8 +1,8 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from aiote_native.cuda.copies cimport Gpu
+from aiote_native.cuda.copies cimport CopyQueues
 from aiote_native.cuda.sharing cimport Export
-from aiote_native.provider cimport NativeDevice, NativeEndpoint, Registration
+from aiote_native.provider cimport NativeDevice, NativeEndpoint, NicRegistration
 from aiote_native.streams.giving cimport Giver
 from aiote_native.streams.stream cimport Memory, Registry, Stream, Wire
 from aiote_native.structs cimport RailOps
@@ -17,10 +17,10 @@ cdef class StreamDevice(NativeDevice):
     cdef void stop_threads(self) noexcept
     cdef void close_descriptor(self) noexcept
 
-cdef class StreamMemory(Registration):
+cdef class StreamMemory(NicRegistration):
     cdef StreamDevice device
     cdef Memory* memory
-    cdef Gpu gpu
+    cdef CopyQueues gpu
     cdef uint32_t last_out   # the numbers behind the last copies that were posted before the key ended
     cdef uint32_t last_back
     cdef int export(self) except -1

@@ -1,5 +1,5 @@
-from aiote_native.cuda.copies import Gpu
-from aiote_native.provider import NativeDevice, NativeEndpoint, Registration
+from aiote_native.cuda.copies import CopyQueues
+from aiote_native.provider import NativeDevice, NativeEndpoint, NicRegistration
 
 class StreamDevice(NativeDevice):
     def __init__(self, shares: bool = False) -> None: ...
@@ -8,9 +8,15 @@ class StreamDevice(NativeDevice):
     def register(self, address: int, length: int, writable: bool = True, access: int = 3) -> StreamMemory: ...
     def register_gpu(self, address: int, length: int, writable: bool = True, access: int = 3) -> StreamMemory: ...
 
-class StreamMemory(Registration):
+class StreamMemory(NicRegistration):
     def __init__(
-        self, device: StreamDevice, address: int, length: int, writable: bool, access: int, gpu: Gpu | None = None
+        self,
+        device: StreamDevice,
+        address: int,
+        length: int,
+        writable: bool,
+        access: int,
+        gpu: CopyQueues | None = None,
     ) -> None: ...
     def enlist(self) -> None: ...
 

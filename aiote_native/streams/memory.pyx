@@ -9,7 +9,7 @@ from posix.unistd cimport close, read
 
 import os
 
-from aiote_native.cuda.copies cimport Gpu, queue_look, queue_state, queue_wait
+from aiote_native.cuda.copies cimport CopyQueues, queue_look, queue_state, queue_wait
 from aiote_native.cuda.driver import device_of as ordinal_at, error_of
 from aiote_native.cuda.descriptors cimport SOCKET_NAME
 from aiote_native.cuda.sharing cimport Export, export_memory, find_functions, publish
@@ -74,9 +74,9 @@ cdef class StreamDevice(NativeDevice):
         Raises StatusError with the driver's error.
         """
         cdef int number = ordinal_at(address)
-        cdef Gpu gpu
+        cdef CopyQueues gpu
         if number not in self.gpus:
-            gpu = Gpu(number, address)
+            gpu = CopyQueues(number, address)
             self.gpus[number] = gpu
             if number < SHARED_DEVICES:
                 with nogil:
@@ -159,13 +159,14 @@ cdef bint is_same(const Export* one, const Export* other) noexcept nogil:
 
 
 @cython.no_gc_clear
-cdef class StreamMemory(Registration):
+cdef class StreamMemory(NicRegistration):
     """A memory registration under a random key, which peers cannot guess."""
 
     def __cinit__(self):
         self.memory = NULL
 
-    def __init__(self, StreamDevice device, uint64_t address, size_t length, bint writable, int access, Gpu gpu=None):
+    def __init__(self, StreamDevice device, uint64_t address, size_t length, bint writable, int access,
+                 CopyQueues gpu=None):
         check_process(device.epoch)
         if device.registry == NULL or self.memory != NULL:
             raise RuntimeError("the device is closed, or the memory registered already")

@@ -1,6 +1,6 @@
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uint8_t
 
-from aiote_native.provider cimport NativeDevice, Registration
+from aiote_native.provider cimport NativeDevice, NicRegistration
 from aiote_native.verbs.ibverbs cimport (
     ibv_context, ibv_device_attr, ibv_gid, ibv_mr, ibv_pd, ibv_port_attr, ibv_recv_wr, ibv_srq, ibv_td)
 
@@ -61,7 +61,7 @@ cdef class VerbsDevice(NativeDevice):
     cdef int open_receives(self) except -1
     cdef ibv_context* opened(self) except NULL
 
-cdef class VerbsMemory(Registration):
+cdef class VerbsMemory(NicRegistration):
     cdef VerbsDevice device
     cdef ibv_mr* mr
     cdef int flushed         # the GPU's ordinal; -1: none

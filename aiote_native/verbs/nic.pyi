@@ -1,6 +1,6 @@
 from typing import Any
 
-from aiote_native.provider import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, NicRegistration
 
 SETTINGS: dict[str, int]
 
@@ -20,6 +20,6 @@ class VerbsDevice(NativeDevice):
     ) -> VerbsMemory: ...
     def close(self) -> None: ...
 
-class VerbsMemory(Registration):
+class VerbsMemory(NicRegistration):
     def flush_behind(self, address: int) -> None: ...
     def close(self) -> None: ...

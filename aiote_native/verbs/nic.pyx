@@ -252,7 +252,7 @@ cdef class VerbsDevice(NativeDevice):
 
 
 @cython.no_gc_clear
-cdef class VerbsMemory(Registration):
+cdef class VerbsMemory(NicRegistration):
     """A memory region: `key` is its remote key, `desc` holds its local key."""
 
     def __cinit__(self):

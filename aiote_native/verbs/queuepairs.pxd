@@ -2,19 +2,20 @@ from libc.stdint cimport uint32_t
 
 from aiote_native.provider cimport NativeEndpoint
 from aiote_native.verbs.nic cimport VerbsDevice
-from aiote_native.verbs.queues cimport Sends, VerbsEndpoint
+from aiote_native.verbs.queues cimport Sends, VerbsQueues
 
-cdef class Endpoint(NativeEndpoint):
+cdef class VerbsEndpoint(NativeEndpoint):
     cdef VerbsDevice device
-    cdef VerbsEndpoint* impl
+    cdef VerbsQueues* impl
     cdef readonly tuple numbers
     cdef readonly tuple psns
     cdef int path_mtu(self) except -1
     cdef int open(self) except -1
     cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1
-    cdef int bring_up(self, Sends* sends, Peer peer, uint32_t remote, uint32_t remote_psn, uint32_t own_psn) except -1
+    cdef int bring_up(self, Sends* sends, PeerAddress peer, uint32_t remote, uint32_t remote_psn,
+                      uint32_t own_psn) except -1
 
-cdef class Peer:
+cdef class PeerAddress:
     cdef readonly int mtu
     cdef readonly int reads
     cdef readonly bint ethernet

@@ -1,7 +1,7 @@
 from aiote_native.provider import NativeEndpoint
 from aiote_native.verbs.nic import VerbsDevice
 
-class Peer:
+class PeerAddress:
     mtu: int
     reads: int
     ethernet: bool
@@ -11,7 +11,7 @@ class Peer:
     psns: tuple[int, int]
     def __init__(self, address: bytes) -> None: ...
 
-class Endpoint(NativeEndpoint):
+class VerbsEndpoint(NativeEndpoint):
     numbers: tuple[int, int]
     psns: tuple[int, int]
     def __init__(self, device: VerbsDevice) -> None: ...

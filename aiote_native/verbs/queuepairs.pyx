@@ -36,7 +36,7 @@ cdef enum:
     HOPS = 64
 
 
-cdef class Peer:
+cdef class PeerAddress:
     """The contents of a peer's address, checked."""
 
     def __init__(self, bytes address):
@@ -54,7 +54,7 @@ cdef class Peer:
 
 
 @cython.no_gc_clear
-cdef class Endpoint(NativeEndpoint):
+cdef class VerbsEndpoint(NativeEndpoint):
     """The queue pairs for one peer. The caller sends their `address` to the peer and gives the peer's to `connect`."""
 
     def __cinit__(self):
@@ -68,7 +68,7 @@ cdef class Endpoint(NativeEndpoint):
         if self.impl != NULL:
             raise RuntimeError("the endpoint is open already")
         device.opened()
-        self.impl = <VerbsEndpoint*> calloc(1, sizeof(VerbsEndpoint))
+        self.impl = <VerbsQueues*> calloc(1, sizeof(VerbsQueues))
         if self.impl == NULL:
             raise MemoryError
         self.impl.nic = &device.nic
@@ -157,13 +157,14 @@ cdef class Endpoint(NativeEndpoint):
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)
-        peer = Peer(address)
+        peer = PeerAddress(address)
         if peer.ethernet != (self.impl.nic.port.link_layer == IBV_LINK_LAYER_ETHERNET):
             raise ValueError("one of the two ports is InfiniBand's, the other Ethernet's")
         self.bring_up(&self.impl.data, peer, peer.numbers[0], peer.psns[0], self.psns[0])
         self.bring_up(&self.impl.text, peer, peer.numbers[1], peer.psns[1], self.psns[1])
 
-    cdef int bring_up(self, Sends* sends, Peer peer, uint32_t remote, uint32_t remote_psn, uint32_t own_psn) except -1:
+    cdef int bring_up(self, Sends* sends, PeerAddress peer, uint32_t remote, uint32_t remote_psn,
+                      uint32_t own_psn) except -1:
         """Bring one pair to RTR (ready to receive), then to RTS (ready to send). Raises StatusError."""
         cdef Nic* nic = self.impl.nic
         cdef ibv_qp_attr attr

@@ -30,7 +30,7 @@ cdef struct Sends:
     uint32_t largest_inline
     data_ring ring
 
-cdef struct VerbsEndpoint:
+cdef struct VerbsQueues:
     Nic* nic
     ibv_comp_channel* channel
     ibv_cq* cq

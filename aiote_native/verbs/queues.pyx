@@ -53,7 +53,7 @@ cdef int error_of(int status) noexcept nogil:
 
 cdef int flush(void* impl) noexcept nogil:
     """Post the chain; return 0 or a negative error number."""
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     cdef ibv_send_wr* bad = NULL
     cdef uint32_t links = self.links
     cdef int code
@@ -71,7 +71,7 @@ cdef int flush(void* impl) noexcept nogil:
 
 
 cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     cdef Sends* sends
     cdef int code
     if args.opcode == OP_RECV:
@@ -93,7 +93,7 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
     return 0
 
 
-cdef void describe(VerbsEndpoint* self, Sends* sends, const Post* args, WorkRequest* wr) noexcept nogil:
+cdef void describe(VerbsQueues* self, Sends* sends, const Post* args, WorkRequest* wr) noexcept nogil:
     """Fill in the next work request of the chain."""
     cdef ibv_send_wr* out = &self.wrs[self.links]
     cdef uintptr_t desc = <uintptr_t> args.desc
@@ -121,7 +121,7 @@ cdef void describe(VerbsEndpoint* self, Sends* sends, const Post* args, WorkRequ
         out.send_flags |= IBV_SEND_INLINE
 
 
-cdef int post_receive(VerbsEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+cdef int post_receive(VerbsQueues* self, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef ibv_recv_wr one
     cdef ibv_recv_wr* bad = NULL
     cdef ibv_sge sge
@@ -139,7 +139,7 @@ cdef int post_receive(VerbsEndpoint* self, const Post* args, WorkRequest* wr) no
 
 cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
     """Take completions. A failed work completion defines only `wr_id` and `status`."""
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     cdef int made = 0
     cdef int got
     if capacity > POLL_BATCH:
@@ -197,7 +197,7 @@ cdef bint flush_arrived(const Flushes* flushes, Completion* out, int* made) noex
     return False
 
 
-cdef bint translate(VerbsEndpoint* self, const ibv_wc* wc, Completion* out, int* made, int capacity) noexcept nogil:
+cdef bint translate(VerbsQueues* self, const ibv_wc* wc, Completion* out, int* made, int capacity) noexcept nogil:
     """Translate one work completion into `out`; return False where `out` has no room yet for all that it reports."""
     cdef WorkRequest* wr = <WorkRequest*> <uintptr_t> wc.wr_id
     cdef Completion* one = &out[made[0]]
@@ -255,7 +255,7 @@ cdef int arm(void* impl) noexcept nogil:
 
     Completions may have come just before the request for the event, so the call that makes it returns 1.
     """
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     cdef ibv_cq* cq = NULL
     cdef void* context = NULL
     if self.taken_at < self.taken_count:
@@ -275,7 +275,7 @@ cdef int arm(void* impl) noexcept nogil:
 
 cdef bint disconnect(void* impl) noexcept nogil:
     """Put both pairs into the error state: nothing more is sent or received, and all posted requests complete."""
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     cdef ibv_qp_attr attr
     flush(self)
     self.dying = True
@@ -287,7 +287,7 @@ cdef bint disconnect(void* impl) noexcept nogil:
 
 
 cdef void shut(void* impl) noexcept nogil:
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     if self.data.qp != NULL:
         verbs.destroy_qp(self.data.qp)
     if self.text.qp != NULL:
@@ -296,7 +296,7 @@ cdef void shut(void* impl) noexcept nogil:
 
 
 cdef void release(void* impl) noexcept nogil:
-    cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
+    cdef VerbsQueues* self = <VerbsQueues*> impl
     shut(impl)
     give_receives_back(self)
     if self.cq != NULL:
@@ -306,7 +306,7 @@ cdef void release(void* impl) noexcept nogil:
     free(self)
 
 
-cdef void give_receives_back(VerbsEndpoint* self) noexcept nogil:
+cdef void give_receives_back(VerbsQueues* self) noexcept nogil:
     """Count the shared receives that unreported arrivals have used up, and post them again."""
     cdef ibv_wc wc
     if self.cq == NULL:

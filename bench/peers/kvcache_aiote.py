@@ -46,7 +46,7 @@ RAILS = {"shm": "local", "tcp": "socket"}
 """Our own rails for what the peers' transports are called."""
 
 
-class Held:
+class OpenContext:
     """An async context that is open, in a task of its own: some are to be entered and left in one task."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, context: AbstractAsyncContextManager[Any]) -> None:
@@ -92,13 +92,13 @@ class KvAiote(Service):
         asyncio.set_event_loop(self.loop)
         provider = options.provider if options.variant == "libfabric" else RAILS[options.provider]
         config = None if options.variant == "default" else aiote.EngineConfig(spin_us=SPIN_US)
-        self._held = Held(self.loop, aiote.open_engine(provider, config=config))
+        self._held = OpenContext(self.loop, aiote.open_engine(provider, config=config))
         self.engine: aiote.Engine = self._held.value
         rail = self.engine.rails[0]
         self.library = f"aiote {aiote.__version__} ({rail.library}), {options.variant or 'asyncio'}"
         self.peer: aiote.Address
         self.peer_process = 0
-        self._side: Held | None = None
+        self._side: OpenContext | None = None
         self.side: Any = None
         self.prompts = Prompts()
         self.client: Any = None
@@ -143,7 +143,7 @@ class KvAiote(Service):
         cache.add(pages, "layer page field head token item", fields=["k", "v"])
         if task.op != "service":
             cache.add(np.zeros((task.pool, TAIL_BYTES), np.uint8), "page item", layer=task.layers, group=1)
-        self._side = Held(self.loop, self._opened(cache, task))
+        self._side = OpenContext(self.loop, self._opened(cache, task))
         self.side = self._side.value
 
     @contextlib.asynccontextmanager

@@ -28,8 +28,8 @@ def layout_of(made: Model, side: str, rank: int) -> weights.Layout:
     return weights.Layout.of_buffers(rank, buffers)
 
 
-def buffer(shape: tuple[int, ...], dtype: str, box: Any) -> weights.Buffer:
-    return weights.Buffer(shape, dtype, tuple(first for first, _ in box), tuple(last for _, last in box))
+def buffer(shape: tuple[int, ...], dtype: str, box: Any) -> weights.TensorBuffer:
+    return weights.TensorBuffer(shape, dtype, tuple(first for first, _ in box), tuple(last for _, last in box))
 
 
 def recipe_of(made: Model) -> weights.Recipe:

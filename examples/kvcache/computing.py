@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service
-from aiote.demo import Model, PrefixPages, RequestCache, Settings, Span, plan
+from aiote.demo import Model, PrefixPages, RequestCache, Settings, TokenSpan, plan
 from aiote.kvcache import Offer, Producer
 from batching import Batch
 from caching import ModelCache, Slots
@@ -83,7 +83,7 @@ class Prompt:
         self.top: int | None = None
         self.slot = -1
         self.over = anyio.Event()
-        self.span: Span
+        self.span: TokenSpan
         self._scored: list[tuple[NDArray[np.uint32], NDArray[np.float64]]] = []
 
     def score(self, model: Model, part: range, top: int) -> None:

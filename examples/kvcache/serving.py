@@ -21,7 +21,7 @@ import anyio
 import aiote
 import web
 from aiote.demo import DemoError, Orders, Settings, leave_with_parent, live
-from aiote.discovery import EmbeddedRegistry, Member, Registration, Registry
+from aiote.discovery import EmbeddedRegistry, Member, MemberRegistration, Registry
 
 TOKEN = "KVCACHE_TOKEN"
 SETTLE_S = 0.3
@@ -132,7 +132,7 @@ def is_proven(token: str, member: Member) -> bool:
     return hmac.compare_digest(proof.encode(), expected.encode())
 
 
-async def announce_draining(registry: Registry, registration: Registration) -> None:
+async def announce_draining(registry: Registry, registration: MemberRegistration) -> None:
     """Tell the registry that nothing more is wanted, and give those time who were told otherwise a moment ago.
 
     Where the registry is gone, whoever asks all the same is refused, and goes elsewhere.

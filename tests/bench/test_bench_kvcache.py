@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 
 from aiote.bench import kvtable
-from aiote.bench.kvlatency import FirstToken, PagesBack, Round
-from aiote.bench.kvservice import Line, ServiceEntry, ServiceRun, Workload, best_of, do, measure_service, whole
+from aiote.bench.kvlatency import FirstToken, PagesBack, RoundTimes
+from aiote.bench.kvservice import (
+    Line,
+    ServiceEntry,
+    ServiceRun,
+    Workload,
+    best_of,
+    do,
+    measure_service,
+    round_to_windows,
+)
 from aiote.bench.measure import RunPlan
 from aiote.bench.order_statistics import Spread
 from aiote.bench.sides import BenchError
@@ -61,7 +70,7 @@ def test_every_line_has_bytes_of_its_own():
 
 @pytest.mark.parametrize(("count", "wanted"), [(0.2, 2), (3.1, 4), (9.0, 8), (10.9, 10)])
 def test_requests_fill_the_window(count, wanted):
-    assert whole(SMALL, count) == wanted
+    assert round_to_windows(SMALL, count) == wanted
 
 
 def test_a_run_says_its_rate_and_cpu_use():
@@ -105,7 +114,7 @@ def test_wrong_data_name_the_side():
 
 
 def test_the_bound_of_the_first_token_is_what_computing_cannot_hide():
-    one = Round(alone_us=80_000, together_us=81_500, trip_us=500, gib_s=2.0)
+    one = RoundTimes(alone_us=80_000, together_us=81_500, trip_us=500, gib_s=2.0)
     assert one.added_us == 1500
     workload, layer = Workload(16384, 128), 1e6 / 1024
     assert one.bound_us(workload, 5000) == pytest.approx(500 + layer)

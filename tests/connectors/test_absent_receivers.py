@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from aiote.connectors.broadcast import Incoming, UpdateError
+from aiote.connectors.broadcast import BroadcastError, IncomingUpdate
 from aiote.testing import Fabric, run
 from broadcasts import Rollout, Trainer, tensors_of
 
@@ -42,14 +42,14 @@ def test_a_receiver_that_never_asks_ends_the_update_for_all(shapes):
             async def receive() -> None:
                 try:
                     await rollout.receive("1", [here])
-                except UpdateError as error:
+                except BroadcastError as error:
                     came.append(str(error))
                 else:
                     came.append("")
 
             group.start_soon(receive)
             begun = fabric.now
-            with pytest.raises(UpdateError) as caught:
+            with pytest.raises(BroadcastError) as caught:
                 await trainer.send(outgoing, tensors_of(1, shapes))
             assert fabric.now - begun < limit + 1
             text = (
@@ -70,7 +70,7 @@ def test_receivers_that_are_known_and_do_not_ask_are_named():
             trainer, rollouts = await served(fabric, group, 2)
             addresses = [str(one.engine.address) for one in rollouts]
             outgoing = trainer.announce("1", 2, addresses=addresses)
-            with pytest.raises(UpdateError, match="0 of 2 receivers have asked") as caught:
+            with pytest.raises(BroadcastError, match="0 of 2 receivers have asked") as caught:
                 await trainer.send(outgoing, tensors_of(1, [(100,)]))
             assert str(caught.value).endswith(f"; not {', '.join(addresses)}")
             await closed(group, trainer, *rollouts)
@@ -108,18 +108,18 @@ def test_the_sender_hears_what_a_receiver_raised():
             here, ended = str(trainer.engine.address), []
 
             async def fail() -> None:
-                incoming = Incoming(rollout.engine, "1", [here], rollout.region, BUCKET)
+                incoming = IncomingUpdate(rollout.engine, "1", [here], rollout.region, BUCKET)
                 await incoming.next()
                 await incoming.aclose("RuntimeError: layer.0 has another shape")
 
             async def receive() -> None:
-                with pytest.raises(UpdateError, match="layer.0 has another shape"):
+                with pytest.raises(BroadcastError, match="layer.0 has another shape"):
                     await other.receive("1", [here])
                 ended.append(1)
 
             group.start_soon(fail)
             group.start_soon(receive)
-            with pytest.raises(UpdateError) as caught:
+            with pytest.raises(BroadcastError) as caught:
                 await trainer.send(outgoing, tensors_of(1, [(1000,)] * 20))
             assert str(caught.value) == f"receiver {rollout.engine.address}: RuntimeError: layer.0 has another shape"
             await anyio.sleep(1)
@@ -134,7 +134,7 @@ def test_what_a_receiver_says_is_bounded():
         async with anyio.create_task_group() as group:
             trainer, (rollout,) = await served(fabric, group, 1)
             outgoing = trainer.announce("1", 1)
-            incoming = Incoming(rollout.engine, "1", [str(trainer.engine.address)], rollout.region, BUCKET)
+            incoming = IncomingUpdate(rollout.engine, "1", [str(trainer.engine.address)], rollout.region, BUCKET)
             await incoming.aclose("x" * 100_000)
             with pytest.raises(aiote.AioteError) as caught:
                 await trainer.send(outgoing, tensors_of(1, [(100,)]))

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import aiote
-from aiote.connectors.broadcast import UpdateError
+from aiote.connectors.broadcast import BroadcastError
 from aiote.testing import CONNECTX7_400G, Fabric, run
 from broadcasts import Rollout, Tensors, Trainer, assert_same, tensors_of
 from engines import each_provider, go_round, opened
@@ -140,7 +140,7 @@ async def test_a_slow_receiver_holds_its_senders_and_loses_nothing():
 @pytest.mark.anyio
 async def test_an_unknown_update_is_refused():
     async with world(lambda: opened("sim"), 1, 1) as made:
-        with pytest.raises(UpdateError, match=r"update 9: sender 0, .*: no update 9 is under way here"):
+        with pytest.raises(BroadcastError, match=r"update 9: sender 0, .*: no update 9 is under way here"):
             await made.rollouts[0].receive("9", made.senders)
 
 
@@ -158,7 +158,7 @@ async def test_a_receiver_too_many_is_refused():
                 assert_same(made_of, tensors)
 
             async def second() -> None:
-                with pytest.raises(UpdateError, match="receivers already|no update 1"):
+                with pytest.raises(BroadcastError, match="receivers already|no update 1"):
                     await made.rollouts[1].receive("1", made.senders)
 
             group.start_soon(first)
@@ -177,13 +177,13 @@ async def test_senders_that_have_other_tensors_are_found():
         async def send(index: int, what: Tensors) -> None:
             try:
                 await made.trainers[index].send(outgoing[index], what)
-            except UpdateError as error:
+            except BroadcastError as error:
                 errors.append(str(error))
 
         async with anyio.create_task_group() as group:
             group.start_soon(send, 0, tensors)
             group.start_soon(send, 1, others)
-            with pytest.raises(UpdateError, match=r"sender 1, .*: it ended with .* sender 0 with .*: other tensors"):
+            with pytest.raises(BroadcastError, match=r"sender 1, .*: it ended with .* sender 0 with .*: other tensors"):
                 await made.rollouts[0].receive("1", made.senders)
         assert len(errors) == 2
 

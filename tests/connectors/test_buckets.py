@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.connectors import buckets
-from aiote.connectors.buckets import ALIGNMENT, Joiner, Piece, Splitter, slots_of
+from aiote.connectors.buckets import ALIGNMENT, BucketPiece, Joiner, Splitter, slots_of
 
 BUCKET = 4 * ALIGNMENT
 sizes = st.lists(st.one_of(st.integers(0, 3 * BUCKET), st.sampled_from([0, 1, BUCKET - 1, BUCKET, BUCKET + 1])))
@@ -18,7 +18,7 @@ sizes = st.lists(st.one_of(st.integers(0, 3 * BUCKET), st.sampled_from([0, 1, BU
 def test_what_comes_out_is_what_went_in(sizes):
     splitter, joiner = Splitter(BUCKET), Joiner()
     contents = [np.random.default_rng(number).integers(0, 256, size, np.uint8) for number, size in enumerate(sizes)]
-    filled: dict[int, tuple[np.ndarray, list[Piece]]] = {}
+    filled: dict[int, tuple[np.ndarray, list[BucketPiece]]] = {}
     for number, content in enumerate(contents):
         for bucket, piece in splitter.split(str(number), "uint8", content.shape, content.nbytes):
             memory, pieces = filled.setdefault(bucket, (np.zeros(BUCKET, np.uint8), []))
@@ -26,7 +26,7 @@ def test_what_comes_out_is_what_went_in(sizes):
             assert not pieces or piece.offset >= pieces[-1].offset + pieces[-1].length
             memory[piece.offset : piece.offset + piece.length] = content[piece.start : piece.start + piece.length]
             pieces.append(piece)
-    assert list(filled) == list(range(splitter.ended().buckets))
+    assert list(filled) == list(range(splitter.describe_end().buckets))
     out = []
     for memory, pieces in filled.values():
         for piece in pieces:
@@ -36,7 +36,7 @@ def test_what_comes_out_is_what_went_in(sizes):
                 copy[0][:] = copy[1]
             if whole is not None:
                 out.append(whole.copy())
-    assert joiner.unfinished == ""
+    assert joiner.unfinished_name == ""
     assert len(out) == len(contents)
     assert all(np.array_equal(one, other) for one, other in zip(out, contents, strict=True))
 
@@ -53,7 +53,7 @@ def test_the_digest_tells_tensors_apart():
         splitter = Splitter(BUCKET)
         for name, dtype, shape in tensors:
             list(splitter.split(name, dtype, shape, 4))
-        return splitter.ended().digest
+        return splitter.describe_end().digest
 
     a, b = ("a", "float32", (1,)), ("b", "float32", (1,))
     digests = [digest(), digest(a), digest(a, b), digest(b, a), digest(("a", "int32", (1,)), b)]
@@ -64,11 +64,11 @@ def test_the_digest_tells_tensors_apart():
 @pytest.mark.parametrize(
     "pieces",
     [
-        [Piece("a", "uint8", (9,), 9, 4, 5, 0)],
-        [Piece("a", "uint8", (9,), 9, 0, 4, 0), Piece("a", "uint8", (9,), 9, 5, 4, 0)],
-        [Piece("a", "uint8", (9,), 9, 0, 4, 0), Piece("b", "uint8", (9,), 9, 4, 5, 0)],
-        [Piece("a", "uint8", (9,), 9, 0, 4, 0), Piece("b", "uint8", (2,), 2, 0, 2, 0)],
-        [Piece("a", "uint8", (9,), 9, 0, 9, BUCKET - 4)],
+        [BucketPiece("a", "uint8", (9,), 9, 4, 5, 0)],
+        [BucketPiece("a", "uint8", (9,), 9, 0, 4, 0), BucketPiece("a", "uint8", (9,), 9, 5, 4, 0)],
+        [BucketPiece("a", "uint8", (9,), 9, 0, 4, 0), BucketPiece("b", "uint8", (9,), 9, 4, 5, 0)],
+        [BucketPiece("a", "uint8", (9,), 9, 0, 4, 0), BucketPiece("b", "uint8", (2,), 2, 0, 2, 0)],
+        [BucketPiece("a", "uint8", (9,), 9, 0, 9, BUCKET - 4)],
     ],
     ids=["begins late", "a gap", "another tensor", "a whole one between", "outside"],
 )

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.connectors.vllm.requests import Offered, Row, Steps, Wanted
-from aiote.connectors.vllm.transfers import Ended, Transfers
+from aiote.connectors.vllm.requests import BlockRow, Offered, Steps, Wanted
+from aiote.connectors.vllm.transfers import EndedRequests, RankTransfers
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import MOST_RENEWED
 from aiote.rails.rail_set import RailSet
@@ -35,9 +35,9 @@ def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:
 
 
 @contextmanager
-def transfers(made: Cache, *, produces: bool, lease: float = PATIENCE_S, turn: int = 0) -> Iterator[Transfers]:
+def transfers(made: Cache, *, produces: bool, lease: float = PATIENCE_S, turn: int = 0) -> Iterator[RankTransfers]:
     settings = {"provider": "local"}
-    one = Transfers(made, produces=produces, consumes=not produces, lease=lease, turn=turn, settings=settings)
+    one = RankTransfers(made, produces=produces, consumes=not produces, lease=lease, turn=turn, settings=settings)
     try:
         yield one
     finally:
@@ -50,18 +50,18 @@ def portal() -> Iterator[anyio.from_thread.BlockingPortal]:
         yield portal
 
 
-def ended(one: Transfers) -> Ended:
+def ended(one: RankTransfers) -> EndedRequests:
     """Ask as an engine does between two steps, until something has ended."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        found = one.ended()
+        found = one.take_ended()
         if found.sent or found.received:
             return found
     raise AssertionError("nothing has ended")
 
 
 def offered(request: str, blocks: list[int], tokens: int = 40) -> Steps:
-    return Steps([Offered(request, tokens, {0: Row(blocks, 0)})], [], [])
+    return Steps([Offered(request, tokens, {0: BlockRow(blocks, 0)})], [], [])
 
 
 def test_what_is_offered_is_kept_until_it_was_read(portal):
@@ -80,9 +80,9 @@ def test_what_is_offered_is_kept_until_it_was_read(portal):
         here[:, 7], here[:, 2] = 7, 2
         # What cannot be offered is the engine's again.
         worker.start(offered("wrong", [PAGES]))
-        assert worker.ended() == ({"wrong"}, set(), {})
+        assert worker.take_ended() == ({"wrong"}, set(), {})
         worker.start(offered("r", [5, 7, 2]))
-        assert worker.ended() == (set(), set(), {})
+        assert worker.take_ended() == (set(), set(), {})
         portal.call(receive)
         assert ended(worker) == ({"r"}, set(), {})
     assert there[0, :, 0, 0].tolist() == [0, 2, 0, 0, 7, 0, 0, 0]
@@ -104,16 +104,16 @@ def test_what_is_wanted_comes_or_its_producer_hears_that_it_is_not(portal):
                 pass
             outcomes[name] = offer.outcome
 
-        def wanted(name: str, rows: dict[int, Row], places: list[str] | None = None) -> Wanted:
+        def wanted(name: str, rows: dict[int, BlockRow], places: list[str] | None = None) -> Wanted:
             return Wanted(f"our {name}", name, places or [str(engine.address)], 40, rows)
 
-        rows = {0: Row([4, 1], 1)}
+        rows = {0: BlockRow([4, 1], 1)}
         offers = [portal.start_task_soon(offer, name) for name in ("r", "cancelled", "no")]
         worker.start(Steps([], [wanted("r", rows)], []))
         assert ended(worker) == (set(), {"our r"}, {})
         assert there[0, :, 0, 0].tolist() == [0, 3, 0, 0, 3, 0, 0, 0]
         # Cancelled before it is asked for, or after: either way the producer is told, and it is no failure.
-        worker.start(Steps([], [wanted("cancelled", {0: Row([2, 3, 5], 0)})], ["our cancelled"]))
+        worker.start(Steps([], [wanted("cancelled", {0: BlockRow([2, 3, 5], 0)})], ["our cancelled"]))
         assert ended(worker) == (set(), {"our cancelled"}, {})
         worker.start(Steps([], [wanted("no", {})], []))
         worker.start(Steps([], [wanted("nobody", rows, ["aiote://nobody"])], ["unknown"]))
@@ -122,7 +122,7 @@ def test_what_is_wanted_comes_or_its_producer_hears_that_it_is_not(portal):
         for one in offers:
             one.result(PATIENCE_S)
         assert outcomes["r"] == outcomes["no"] == "moved"
-        assert worker.ended() == (set(), set(), {})
+        assert worker.take_ended() == (set(), set(), {})
 
 
 def test_requests_that_wait_are_renewed_by_the_first_rank(portal, monkeypatch):
@@ -143,7 +143,7 @@ def test_requests_that_wait_are_renewed_by_the_first_rank(portal, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert [name for some in renewed for name in some] == names
-        assert worker.ended() == second.ended() == (set(), set(), {})
+        assert worker.take_ended() == second.take_ended() == (set(), set(), {})
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
@@ -151,13 +151,13 @@ def test_no_page_is_copied_or_allocated(portal, monkeypatch, reads):
     """Of 12 MiB that move nothing is registered but the tensors, and less than a page is allocated at any time."""
     registered: list[tuple[int, int]] = []
     counts: list[int] = []
-    keep = RailSet.keep
+    keep = RailSet.keep_memory
 
     def kept(rails: RailSet, memory: Any) -> Any:
         registered.append((memory.address, memory.length))
         return keep(rails, memory)
 
-    monkeypatch.setattr(RailSet, "keep", kept)
+    monkeypatch.setattr(RailSet, "keep_memory", kept)
     page = 1 << 20
     arrays = [np.full((LAYERS, PAGES, page), value, np.uint8) for value in (3, 0)]
     caches = [Cache(name) for name in ("prefill", "decode")]
@@ -178,7 +178,7 @@ def test_no_page_is_copied_or_allocated(portal, monkeypatch, reads):
         for name in ("first", "second"):
             under_way = portal.start_task_soon(offer, name)
             tracemalloc.start()
-            there = {0: Row([4, 1, 0, 2, 7, 6], 0)}
+            there = {0: BlockRow([4, 1, 0, 2, 7, 6], 0)}
             worker.start(Steps([], [Wanted(name, name, [str(engine.address)], 40, there)], []))
             assert ended(worker) == (set(), {name}, {})
             peak = tracemalloc.get_traced_memory()[1]
@@ -196,7 +196,7 @@ def test_no_page_is_copied_or_allocated(portal, monkeypatch, reads):
 def test_an_engine_that_is_no_consumer_says_so():
     made, _ = cache("prefill", 3)
     with transfers(made, produces=True) as worker:
-        worker.start(Steps([], [Wanted("r", "r", [worker.address], 40, {0: Row([1], 0)})], ["r"]))
-        assert worker.ended() == (set(), {"r"}, {"r": "this engine is no kv_consumer"})
+        worker.start(Steps([], [Wanted("r", "r", [worker.address], 40, {0: BlockRow([1], 0)})], ["r"]))
+        assert worker.take_ended() == (set(), {"r"}, {"r": "this engine is no kv_consumer"})
     with pytest.raises(aiote.UsageError, match="no setting"):
-        Transfers(made, produces=True, consumes=False, settings={"providers": "local"})
+        RankTransfers(made, produces=True, consumes=False, settings={"providers": "local"})

@@ -117,16 +117,16 @@ def test_an_object_of_which_one_tensor_is_refused_leaves_nothing_registered(tran
 
 @pytest.mark.parametrize("descriptors", [[b"junk"], [b"\xff" * 200], [b"a", b"b"], []], ids=range(4))
 def test_a_malformed_descriptor_fails_its_fetch_and_no_other(transport, ray, descriptors):
-    metadata = ray.AioteMetadata([((10,), "uint8")], "cpu", descriptors)
+    metadata = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", descriptors)
     with pytest.raises(TransportError, match="the fetch of a failed"):
         aside(transport.recv_multiple_tensors, "a", metadata, None)
     assert transport._calls == {}
-    nothing = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
     assert len(aside(transport.recv_multiple_tensors, "a", nothing, None)) == 1
 
 
 def test_an_abort_before_the_fetch_ends_the_next_one_alone(transport, ray):
-    nothing = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
     aside(transport.abort_transport, "a", None)
     with pytest.raises(TransportError, match="aborted before it began"):
         aside(transport.recv_multiple_tensors, "a", nothing, None)
@@ -145,7 +145,7 @@ def test_a_fetch_that_is_given_up_ends(transport, ray, monkeypatch, how):
         await ray.anyio.sleep_forever()
 
     monkeypatch.setattr(transport, "_read", never)
-    nothing = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
     fetch = aside(transport.fetch_multiple_tensors, "a", nothing, None)
     call = fetch.call
     if how == "abort_transport":
@@ -162,8 +162,8 @@ def test_a_fetch_that_is_given_up_ends(transport, ray, monkeypatch, how):
 
 
 def test_a_callback_that_would_wait_for_a_fetch_is_refused(transport, ray, monkeypatch):
-    never = ray.AioteMetadata([((10,), "uint8")], "cpu", [b"x"])
-    nothing = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    never = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b"x"])
+    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
     reading, may_read = transport._read, threading.Event()
 
     async def read(bridge: Any, tensors: Any, descriptors: list[bytes], again: bool) -> None:
@@ -229,7 +229,7 @@ def nothing_left(transport: Any) -> None:
 @pytest.mark.parametrize("how", ["recv", "fetch and wait"])
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_fetch_that_is_interrupted_at_any_step_is_over(transport, ray, monkeypatch, how):
-    metadata = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    metadata = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
     works: list[Work] = []
 
     def fetch() -> None:
@@ -299,7 +299,7 @@ def test_an_abort_that_is_interrupted_can_be_made_again(transport, ray, monkeypa
         await ray.anyio.sleep_forever()
 
     monkeypatch.setattr(transport, "_read", never)
-    metadata = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    metadata = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
     fetches = [aside(transport.fetch_multiple_tensors, "a", metadata, None)]
 
     def abort() -> None:

@@ -118,7 +118,7 @@ def test_a_thread_moves_bytes_without_the_loop(pair, monkeypatch):
     assert aside(pair.transport.write, pair.memory.to_view(0, 0), pair.remote) == 0
 
 
-class Held:
+class DelayedWrite:
     """Holds a bridge's write up until it may go on, and then makes it, or fails as one that was late."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bridge: Any) -> None:
@@ -136,7 +136,7 @@ class Held:
 
 @pytest.mark.parametrize("awaited", [False, True], ids=["close", "close_async"])
 def test_memory_that_another_thread_is_moving_is_not_let_go_of(pair, monkeypatch, awaited):
-    transport, held = pair.transport, Held(monkeypatch, pair.transport._bridge)
+    transport, held = pair.transport, DelayedWrite(monkeypatch, pair.transport._bridge)
 
     def closed(timeout: float | None) -> None:
         if awaited:
@@ -160,7 +160,7 @@ def test_memory_that_another_thread_is_moving_is_not_let_go_of(pair, monkeypatch
 
 
 def test_a_threads_transfer_that_is_late_says_what_it_was(pair, monkeypatch):
-    held = Held(monkeypatch, pair.transport._bridge)
+    held = DelayedWrite(monkeypatch, pair.transport._bridge)
     held.late = True
     held.may_end.set()
     with pytest.raises(TimeoutError, match=rf"the write of {SIZE} bytes was not over within {PATIENCE_S} s"):
@@ -222,7 +222,7 @@ def test_other_memory_than_the_peers_is_refused(torch, pair):
 
 @given(st.binary() | st.text().map(str.encode))
 def test_any_bytes_are_a_descriptor_or_refused(torch, data):
-    for kind in (torch.Endpoint, torch.AioteRemoteBuffer):
+    for kind in (torch.TransportEndpoint, torch.AioteRemoteBuffer):
         with pytest.raises(ValueError, match="malformed descriptor"):
             kind.deserialize(data)
         with pytest.raises(TypeError, match="is bytes"):
@@ -231,15 +231,15 @@ def test_any_bytes_are_a_descriptor_or_refused(torch, data):
 
 @given(st.data())
 def test_a_changed_descriptor_is_refused_or_says_so_by_its_owner(torch, data):
-    url = torch.Endpoint("peer", "aiote://here").serialize()
+    url = torch.TransportEndpoint("peer", "aiote://here").serialize()
     at = data.draw(st.integers(0, len(url) - 1))
     changed = url[:at] + bytes([data.draw(st.integers(0, 255))]) + url[at + 1 :]
     try:
-        found = torch.Endpoint.deserialize(changed)
+        found = torch.TransportEndpoint.deserialize(changed)
     except ValueError as error:
         assert "malformed descriptor" in str(error)
     else:
-        assert torch.Endpoint.deserialize(found.serialize()) == found
+        assert torch.TransportEndpoint.deserialize(found.serialize()) == found
 
 
 def test_a_dropped_transport_lets_go_of_its_memory(torch, pair):

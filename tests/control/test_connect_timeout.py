@@ -59,10 +59,10 @@ async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, un
     protocol = ControlProtocol(Role.ACCEPTOR, HandshakeConfig(b"i" * 16, 1))
     try:
         while data := await reader.read(4096):
-            for event in () if protocol.over else protocol.receive(data):
+            for event in () if protocol.is_over else protocol.receive(data):
                 if isinstance(event, HelloReceived):
                     protocol.accept()
-            if not (until_authenticated and protocol.authenticated):
+            if not (until_authenticated and protocol.is_authenticated):
                 writer.write(protocol.data_to_send())
     finally:
         writer.close()

@@ -176,10 +176,10 @@ async def test_connecting_to_an_engine_that_falls_silent_times_out(step):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         protocol = ControlProtocol(Role.ACCEPTOR, HandshakeConfig(b"i" * 16, 1))
         while data := await reader.read(4096):
-            for event in protocol.receive(data) if not protocol.over else ():
+            for event in protocol.receive(data) if not protocol.is_over else ():
                 if isinstance(event, HelloReceived):
                     protocol.accept()
-            if step == "after its challenge" and protocol.authenticated:
+            if step == "after its challenge" and protocol.is_authenticated:
                 continue
             writer.write(protocol.data_to_send())
         writer.close()

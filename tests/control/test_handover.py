@@ -15,7 +15,7 @@ import pytest
 import aiote
 from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.control import Authenticated
-from aiote.core.control_frames import Channel, Offer
+from aiote.core.control_frames import Channel, EngineOffer
 from aiote_native.peer_wakeups import WakeupEvent, parse_address
 from engines import PATIENCE_S, opened, served_on, until
 from own_page import PAGE
@@ -48,7 +48,7 @@ async def test_what_is_handed_over_arrives_once():
     mine = [page(), page(length=1)]
     hand_over(here.end.address, mine, b"with this")
     with anyio.fail_after(PATIENCE_S):
-        await until(lambda: here.came and here.end.closed)
+        await until(lambda: here.came and here.end.is_closed)
     ((descriptors, data),) = here.came
     assert data == b"with this"
     assert [os.fstat(fd).st_ino for fd in descriptors] == [os.fstat(fd).st_ino for fd in mine]
@@ -83,7 +83,7 @@ async def test_a_handover_that_nobody_takes_is_closed():
     here.end.close()
     here.end.close()
     with anyio.fail_after(PATIENCE_S):
-        await until(lambda: here.end.closed)
+        await until(lambda: here.end.is_closed)
     with pytest.raises(aiote.FabricError, match="not reachable"):
         hand_over(here.end.address, [], b"")
 
@@ -115,7 +115,7 @@ async def share(engine: aiote.Engine, descriptors: list[int], address: bytes, ow
     with insider.socket:
         await insider.dial(engine.address)
         await insider.next(Authenticated)
-        seen = await insider.next(Offer)
+        seen = await insider.next(EngineOffer)
         await insider.tell(dataclasses.replace(offer(), rails=seen.rails))
         channel = await insider.next(Channel)
         here = Hearing()

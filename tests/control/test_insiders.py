@@ -10,7 +10,7 @@ import pytest
 
 import aiote
 from aiote.core.control import Authenticated
-from aiote.core.control_frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, encode, frame
+from aiote.core.control_frames import Channel, EngineOffer, Heartbeat, Mapped, RailOffer, Ready, Revoke, encode, frame
 from engines import PATIENCE_S, opened, until
 from strangers import LIKE_YOURS, Insider, offer, refusals
 
@@ -54,13 +54,13 @@ SAID_AT_ONCE = {
 }
 
 
-async def say(engine: aiote.Engine, said: Offer, messages: list, identity: bytes) -> None:
+async def say(engine: aiote.Engine, said: EngineOffer, messages: list, identity: bytes) -> None:
     """Pass the handshake, make an offer, say the messages, and listen until the engine hangs up."""
     insider = Insider(identity)
     with insider.socket:
         await insider.dial(engine.address)
         await insider.next(Authenticated)
-        seen = await insider.next(Offer)
+        seen = await insider.next(EngineOffer)
         if said.rails == LIKE_YOURS:
             said = dataclasses.replace(said, rails=seen.rails)
         await insider.tell(said)
@@ -69,7 +69,7 @@ async def say(engine: aiote.Engine, said: Offer, messages: list, identity: bytes
         await insider.hear(until_end=True)
 
 
-async def nonsense(provider: str, limit: float, said: list[tuple[Offer, list]]) -> list[str]:
+async def nonsense(provider: str, limit: float, said: list[tuple[EngineOffer, list]]) -> list[str]:
     """Say it to an engine that has another peer; return why it refused. It goes on as if nothing had been."""
     with anyio.fail_after(PATIENCE_S):
         async with opened(provider, connect_timeout=limit) as engine, opened(provider) as honest:
@@ -119,7 +119,7 @@ async def test_a_peer_whose_rail_leads_nowhere_is_lost(capfd):
             with insider.socket:
                 await insider.dial(engine.address)
                 await insider.next(Authenticated)
-                seen = await insider.next(Offer)
+                seen = await insider.next(EngineOffer)
                 await insider.tell(dataclasses.replace(offer(), rails=seen.rails))
                 theirs = await insider.next(Channel)
                 with socket.socket() as closed:

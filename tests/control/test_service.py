@@ -51,8 +51,8 @@ async def test_any_exception_loses_the_peer(kind, broken, monkeypatch):
     with anyio.fail_after(PATIENCE_S):
         async with linked("socket", TWO_RAILS, **OFTEN) as (left, right), opened("socket", TWO_RAILS, **OFTEN) as other:
             await other.connect(left.address)
-            there = left._links.find(right.address)
-            back = right._links.find(left.address)
+            there = left._links.find_or_connect(right.address)
+            back = right._links.find_or_connect(left.address)
             broken(there.session, back.session, monkeypatch, mistake)
             assert "on purpose" in await there.wait_closed()
             assert "on purpose" in await back.wait_closed()
@@ -69,7 +69,7 @@ async def test_more_immediates_than_a_frame_holds_are_told_in_several_frames():
     many = 5000
     with anyio.fail_after(PATIENCE_S):
         async with linked("socket", TWO_RAILS, **OFTEN) as (left, right):
-            there = left._links.find(right.address)
+            there = left._links.find_or_connect(right.address)
             seen: list[str] = []
             left.listen_events(lambda event: seen.append(event.name))
             channels = there.session.channels
@@ -113,5 +113,5 @@ async def test_only_a_bye_says_that_the_endpoints_are_closed(word, agreed):
     connection.linger = PATIENCE_S
     connection.start()
     connection.send(Bye("torn down"))
-    assert await connection.agreed() is agreed
+    assert await connection.wait_for_bye() is agreed
     await connection.aclose()

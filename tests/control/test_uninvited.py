@@ -216,7 +216,7 @@ async def guess(engine: aiote.Engine, key: bytes) -> tuple[list[Any], list[Any]]
     events: list[Any] = []
     async with stranger(engine.address) as one:
         await one.say(protocol.data_to_send())
-        while not protocol.over:
+        while not protocol.is_over:
             events += protocol.receive(await one.hear(until_end=False))
             await one.say(protocol.data_to_send())
         data, messages = await one.hear(until_end=True), []

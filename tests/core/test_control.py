@@ -22,13 +22,13 @@ from aiote.core.control_frames import (
     Bye,
     Challenge,
     Channel,
+    EngineOffer,
     Failed,
     Heartbeat,
     Hello,
     Joined,
     MailboxMoved,
     Mapped,
-    Offer,
     Proof,
     RailDown,
     Ready,
@@ -64,7 +64,7 @@ def test_two_peers_meet_and_talk(key: bytes | None) -> None:
             sender.send(message)
         assert both.carry(sender) == [MessageReceived(message) for message in TALK]
     for protocol in (both.left, both.right):
-        assert protocol.over
+        assert protocol.is_over
         protocol.receive_eof()
 
 
@@ -83,8 +83,8 @@ def test_sealed_frames_carry_a_tag_and_the_handshake_does_not() -> None:
 def test_keys_that_differ_are_refused_on_both_sides(left: bytes | None, right: bytes | None) -> None:
     both = Pair(config(1, key=left), config(2, key=right)).shake()
     if left is right is None:
-        assert both.left.authenticated
-        assert both.right.authenticated
+        assert both.left.is_authenticated
+        assert both.right.is_authenticated
         return
     expected = (
         RefusalCode.WRONG_KEY if left and right else RefusalCode.KEY_UNEXPECTED if left else RefusalCode.KEY_REQUIRED
@@ -92,7 +92,7 @@ def test_keys_that_differ_are_refused_on_both_sides(left: bytes | None, right: b
     assert both.events[both.left] == [Refusal(expected, expected.sentence, by_us=False)]
     assert both.events[both.right][-1] == Refusal(expected, expected.sentence, by_us=True)
     for protocol in (both.left, both.right):
-        assert protocol.over
+        assert protocol.is_over
         assert not any(isinstance(event, Authenticated) for event in both.events[protocol])
         assert not any(isinstance(decode(body), Welcome) for body in split(both.sent[protocol]))
         with pytest.raises(ControlError, match="over"):
@@ -120,7 +120,7 @@ def test_an_initiator_refuses_an_acceptor_that_is_another() -> None:
     assert isinstance(refusal, Refusal)
     assert refusal.by_us
     assert both.carry(both.left) == [Refusal(RefusalCode.WRONG_INCARNATION, refusal.text, by_us=False)]
-    assert both.right.over
+    assert both.right.is_over
 
 
 def test_a_false_welcome_is_refused_and_answered_with_nothing() -> None:
@@ -133,17 +133,17 @@ def test_a_false_welcome_is_refused_and_answered_with_nothing() -> None:
         Refusal(RefusalCode.WRONG_KEY, RefusalCode.WRONG_KEY.sentence, by_us=True)
     ]
     assert both.left.data_to_send() == b""
-    assert both.left.over
-    assert not both.left.authenticated
+    assert both.left.is_over
+    assert not both.left.is_authenticated
 
 
 def test_a_refusal_by_the_shell_ends_both_sides() -> None:
     both = Pair()
     both.carry(both.left)
     both.right.refuse(RefusalCode.SIMULTANEOUS)
-    assert both.right.over
+    assert both.right.is_over
     assert both.carry(both.right) == [Refusal(RefusalCode.SIMULTANEOUS, RefusalCode.SIMULTANEOUS.sentence, by_us=False)]
-    assert both.left.over
+    assert both.left.is_over
 
 
 def test_a_code_of_a_newer_peer_is_passed_on() -> None:
@@ -163,14 +163,14 @@ def test_what_comes_behind_a_refusal_does_not_hide_it() -> None:
 
 def test_messages_can_be_sent_from_the_proof_to_the_last_message() -> None:
     both = Pair().shake()
-    assert both.left.authenticated
+    assert both.left.is_authenticated
     both.left.send(Bye("done"))
-    assert not both.left.authenticated
+    assert not both.left.is_authenticated
     both.carry(both.left)
-    assert both.right.authenticated
+    assert both.right.is_authenticated
     both.right.receive_eof()
-    assert both.right.over
-    assert not both.right.authenticated
+    assert both.right.is_over
+    assert not both.right.is_authenticated
 
 
 def test_a_decision_before_the_hello_or_taken_twice_is_refused() -> None:
@@ -205,7 +205,7 @@ def test_messages_wait_for_authentication() -> None:
     for protocol in (both.left, both.right):
         with pytest.raises(UsageError, match="wait for Authenticated"):
             protocol.send(OFFER)
-        assert not protocol.authenticated
+        assert not protocol.is_authenticated
 
 
 EXPECTED: dict[tuple[Role, State], set[type[Any]]] = {
@@ -235,7 +235,7 @@ def test_only_the_expected_message_is_taken_before_authentication(role: Role, st
 ANYTIME: set[type[Any]] = {Heartbeat, Bye, Failed}
 ABOUT_CHANNELS: set[type[Any]] = {AckCounts, RailDown, Arrivals, Joined, MailboxMoved}
 EXPECTED_AFTERWARDS: dict[State, set[type[Any]]] = {
-    State.GREETED: ANYTIME | {Offer},
+    State.GREETED: ANYTIME | {EngineOffer},
     State.OFFERED: ANYTIME | {Channel, Revoke, Revoked, Mapped},
     State.MAPPED: ANYTIME | {Revoke, Revoked, Ready},
     State.READY: ANYTIME | {Channel, Revoke, Revoked} | ABOUT_CHANNELS,
@@ -287,7 +287,7 @@ def test_handshake_messages_are_not_the_callers_to_send() -> None:
         with pytest.raises(UsageError, match="out of order"):
             both.left.send(SAMPLES[kind])
     with pytest.raises(UsageError, match="out of order"):
-        both.left.send("Offer")  # type: ignore[arg-type]
+        both.left.send("EngineOffer")  # type: ignore[arg-type]
 
 
 def test_a_message_that_does_not_fit_changes_nothing() -> None:
@@ -295,6 +295,6 @@ def test_a_message_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(UsageError, match="str expected"):
         both.left.send(Bye(3))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="host_id"):
-        both.left.send(Offer(b"", 0, 0, 0, (), address(1)))
+        both.left.send(EngineOffer(b"", 0, 0, 0, (), address(1)))
     both.left.send(OFFER)
     assert both.carry(both.left) == [MessageReceived(OFFER)]

@@ -16,6 +16,7 @@ from aiote.core.control_frames import (
     Bye,
     Channel,
     ControlError,
+    EngineOffer,
     Failed,
     FrameReader,
     Heartbeat,
@@ -25,7 +26,6 @@ from aiote.core.control_frames import (
     MailboxMoved,
     Mapped,
     MemoryKey,
-    Offer,
     RailDown,
     RailOffer,
     Range,
@@ -104,7 +104,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(MailboxMoved(1, 2)).hex() == "1e" + "01" + "00000002"
     rail = "03" + "0001" + "70" + "0001" + "77" + "0001" + "6e" + f"{10:08x}"
     home = b"aioA".hex() + "01" + "001d" + "0001" + "68" + f"{4000:04x}" + "61" * 16 + f"{7:016x}"
-    offer = Offer(b"h" * 32, 5, 6, 7, (RailOffer(3, "p", "w", "n", 10),), Address("h", 4000, b"a" * 16, 7))
+    offer = EngineOffer(b"h" * 32, 5, 6, 7, (RailOffer(3, "p", "w", "n", 10),), Address("h", 4000, b"a" * 16, 7))
     assert encode(offer).hex() == "10" + "68" * 32 + f"{5:08x}" + f"{6:04x}" + f"{7:08x}" + "01" + rail + "0024" + home
     hello = Hello(
         version_min=1,
@@ -127,13 +127,13 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
         (Channel(0, 0, -1, b"", 0, 0, b""), "Channel.generation"),
         (Channel(0, 0, 0, b"x" * 257, 0, 0, b""), "Channel.address: at most 256"),
         (Channel(0, 0, 0, b"", 0, 0, b"x" * 129), "Channel.wakeup"),
-        (Offer(b"h" * 31, 1, 1, 1, (), HOME), "Offer.host_id"),
-        (Offer(b"h" * 32, 2**32, 1, 1, (), HOME), "Offer.message_bytes"),
-        (Offer(b"h" * 32, 1, 1, 1, (RAIL,) * 17, HOME), "Offer.rails: 0 to 16"),
-        (Offer(b"h" * 32, 1, 1, 1, (RailOffer(0, "a\nb", "", "", 0),), HOME), "RailOffer.provider: control"),
-        (Offer(b"h" * 32, 1, 1, 1, (RailOffer(0, "\ud800", "", "", 0),), HOME), "UTF-8"),
-        (Offer(b"h" * 32, 1, 1, 1, (RailOffer(0, "é" * 33, "", "", 0),), HOME), "at most 64 bytes"),
-        (Offer(b"h" * 32, 1, 1, 1, (), str(HOME)), "Offer.address: Address expected, got str"),  # type: ignore[arg-type]
+        (EngineOffer(b"h" * 31, 1, 1, 1, (), HOME), "EngineOffer.host_id"),
+        (EngineOffer(b"h" * 32, 2**32, 1, 1, (), HOME), "EngineOffer.message_bytes"),
+        (EngineOffer(b"h" * 32, 1, 1, 1, (RAIL,) * 17, HOME), "EngineOffer.rails: 0 to 16"),
+        (EngineOffer(b"h" * 32, 1, 1, 1, (RailOffer(0, "a\nb", "", "", 0),), HOME), "RailOffer.provider: control"),
+        (EngineOffer(b"h" * 32, 1, 1, 1, (RailOffer(0, "\ud800", "", "", 0),), HOME), "UTF-8"),
+        (EngineOffer(b"h" * 32, 1, 1, 1, (RailOffer(0, "é" * 33, "", "", 0),), HOME), "at most 64 bytes"),
+        (EngineOffer(b"h" * 32, 1, 1, 1, (), str(HOME)), "EngineOffer.address: Address expected, got str"),  # type: ignore[arg-type]
         (Bye(3), "Bye.reason: str expected"),  # type: ignore[arg-type]
         ("Bye", "a control message expected"),
     ],
@@ -168,8 +168,8 @@ def test_a_long_sentence_is_truncated_between_letters(letter: str, lead: int) ->
     [
         (b"\x17" + (513).to_bytes(2, "big") + b"x" * 513, "Bye.reason: at most 512"),
         (b"\x11" + bytes(6) + (257).to_bytes(2, "big") + bytes(257 + 18), "Channel.address: at most 256"),
-        (b"\x10" + bytes(42) + b"\x11" + bytes(11) * 17, "Offer.rails: 0 to 16 entries allowed, got 17"),
-        (b"\x10" + bytes(43) + (401).to_bytes(2, "big") + bytes(401), "Offer.address: at most 400"),
+        (b"\x10" + bytes(42) + b"\x11" + bytes(11) * 17, "EngineOffer.rails: 0 to 16 entries allowed, got 17"),
+        (b"\x10" + bytes(43) + (401).to_bytes(2, "big") + bytes(401), "EngineOffer.address: at most 400"),
     ],
 )
 def test_what_is_over_its_bound_is_malformed_though_it_is_whole(body: bytes, complaint: str) -> None:
@@ -183,8 +183,8 @@ def test_what_is_over_its_bound_is_malformed_though_it_is_whole(body: bytes, com
     ids=["none", "cut", "longer", "another magic", "text"],
 )
 def test_an_offer_from_nowhere_is_malformed(octets: bytes) -> None:
-    assert decode(encode(Offer(bytes(32), 0, 0, 0, (), HOME))) == Offer(bytes(32), 0, 0, 0, (), HOME)
-    with pytest.raises(ControlError, match=r"malformed Offer: Offer\.address: not the bytes of an address"):
+    assert decode(encode(EngineOffer(bytes(32), 0, 0, 0, (), HOME))) == EngineOffer(bytes(32), 0, 0, 0, (), HOME)
+    with pytest.raises(ControlError, match=r"malformed EngineOffer: EngineOffer\.address: not the bytes of an address"):
         decode(b"\x10" + bytes(43) + len(octets).to_bytes(2, "big") + octets)
 
 
@@ -248,7 +248,7 @@ def test_a_frame_over_the_limit_is_not_sent() -> None:
 def test_every_message_fits_its_limit() -> None:
     rail = RailOffer(255, "p" * 64, "w" * 64, "n" * 128, 2**32 - 1)
     longest = Address("n" * 253, 4000, b"i" * 16, 2**64 - 1)
-    assert len(frame(encode(Offer(b"h" * 32, 1, 1, 1, (rail,) * 16, longest)), Seal(b"k", 0))) < SEALED_LIMIT
+    assert len(frame(encode(EngineOffer(b"h" * 32, 1, 1, 1, (rail,) * 16, longest)), Seal(b"k", 0))) < SEALED_LIMIT
     assert len(frame(encode(Refused(1, "x" * 1000)))) < PLAIN_LIMIT
 
 

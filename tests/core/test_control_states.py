@@ -15,12 +15,12 @@ from aiote.core.control_frames import (
     Arrivals,
     Bye,
     Channel,
+    EngineOffer,
     Failed,
     Heartbeat,
     Joined,
     MailboxMoved,
     Mapped,
-    Offer,
     RailDown,
     Ready,
     Revoke,
@@ -35,7 +35,7 @@ SIDES = st.sampled_from(["left", "right"])
 LAST_MESSAGES = (Bye, Failed)
 # A last message comes rarely, so that the states before it are seen for a while.
 KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_MESSAGES] * 4 + [*LAST_MESSAGES])
-OPENING = (Offer, Mapped, Ready)
+OPENING = (EngineOffer, Mapped, Ready)
 ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailboxMoved)
 
 
@@ -45,16 +45,16 @@ def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:
         return False
     if kind in (Heartbeat, Bye, Failed):
         return True
-    if kind is Offer:
-        return Offer not in said
+    if kind is EngineOffer:
+        return EngineOffer not in said
     if kind is Mapped:
-        return Offer in said and Mapped not in said
+        return EngineOffer in said and Mapped not in said
     if kind is Ready:
         return Mapped in said and Ready not in said
     if kind in ABOUT_CHANNELS or (kind is Channel and Mapped in said):
         return Ready in said
     assert kind in (Channel, Revoke, Revoked)
-    return Offer in said
+    return EngineOffer in said
 
 
 class Conversation(RuleBasedStateMachine):
@@ -128,7 +128,7 @@ class Conversation(RuleBasedStateMachine):
 
     def check_the_end(self, receiver: ControlProtocol) -> None:
         self.broken = True
-        assert receiver.over
+        assert receiver.is_over
         for data in (b"", b"x"):
             with pytest.raises(ControlError, match="over"):
                 receiver.receive(data)
@@ -152,7 +152,7 @@ class Conversation(RuleBasedStateMachine):
                 for message in (*self.said[side], *self.got[self.other(side)])
                 if isinstance(message, Bye | Failed)
             ]
-            assert protocol.over == (len(last) == 2)
+            assert protocol.is_over == (len(last) == 2)
 
 
 Conversation.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -140,7 +140,7 @@ def test_a_stream_that_ends_early_is_noticed(data: st.DataObject) -> None:
     assert said == TALK[: len(said)]
     assert error is not None
     assert (f"within a frame, after {stop - whole} bytes" if stop > whole else "without a last message") in error
-    assert both.right.over
+    assert both.right.is_over
     with pytest.raises(ControlError, match="over"):
         both.right.receive(stream)
 
@@ -152,7 +152,7 @@ def test_the_end_before_authentication_is_noticed() -> None:
     with pytest.raises(ControlError, match="waiting for a Hello"):
         both.right.receive_eof()
     both.left.receive_eof()
-    assert both.left.over
+    assert both.left.is_over
 
 
 PLACES: dict[str, Callable[[], ControlProtocol]] = {
@@ -176,7 +176,7 @@ def test_garbage_raises_control_errors_only(place: str) -> None:
                 protocol.receive(chunk)
             protocol.receive_eof()
         except ControlError:
-            assert protocol.over
+            assert protocol.is_over
         assert len(protocol.data_to_send()) < 2000
 
     run()
@@ -193,8 +193,8 @@ def test_well_formed_messages_in_any_place_raise_control_errors_only(place: str)
                 if willing and protocol.state is State.DECISION:
                     protocol.accept()
         except ControlError:
-            assert protocol.over
-        assert protocol.over or place != "authenticated" or not sent
+            assert protocol.is_over
+        assert protocol.is_over or place != "authenticated" or not sent
 
     run()
 
@@ -225,7 +225,7 @@ def test_a_violation_is_told_to_the_peer_and_is_the_end() -> None:
     with pytest.raises(ControlError, match="wrong tag") as caught:
         both.right.receive(data[:-1] + bytes((data[-1] ^ 1,)))
     assert caught.value.events == (MessageReceived(OFFER),)
-    assert both.right.over
+    assert both.right.is_over
     told = both.carry(both.right)
     assert len(told) == 1
     assert isinstance(told[0], MessageReceived)

@@ -178,17 +178,17 @@ def states(role: Role, count: int = 2) -> ChannelStates:
 
 ROADS: dict[tuple[Role, ChannelState], list[Callable[[ChannelStates], list[Action]]]] = {
     (INITIATOR, LIVE): [],
-    (INITIATOR, SHUTTING): [lambda one: one.failed(1, "why", 0.0)],
+    (INITIATOR, SHUTTING): [lambda one: one.record_failed(1, "why", 0.0)],
     (INITIATOR, LEAVING): [lambda one: one.on_rail_down(1, 0, "why", 0.0)],
 }
-ROADS[INITIATOR, SHUT] = [*ROADS[INITIATOR, SHUTTING], lambda one: one.shut(1)]
-ROADS[INITIATOR, EXCHANGING] = [*ROADS[INITIATOR, LEAVING], lambda one: one.shut(1)]
+ROADS[INITIATOR, SHUT] = [*ROADS[INITIATOR, SHUTTING], lambda one: one.record_shut(1)]
+ROADS[INITIATOR, EXCHANGING] = [*ROADS[INITIATOR, LEAVING], lambda one: one.record_shut(1)]
 ROADS[INITIATOR, DOWN] = [*ROADS[INITIATOR, EXCHANGING], lambda one: one.on_arrivals(1, 0, CAME, 0.0)]
 ROADS |= {(ACCEPTOR, state): road for (_, state), road in ROADS.items()}
-ROADS[INITIATOR, OPENING] = [*ROADS[INITIATOR, DOWN], lambda one: one.due(1.0)]
+ROADS[INITIATOR, OPENING] = [*ROADS[INITIATOR, DOWN], lambda one: one.advance(1.0)]
 ROADS[INITIATOR, JOINING] = [*ROADS[INITIATOR, OPENING], lambda one: one.on_reopen(1, 1, 1.0)]
 ROADS[ACCEPTOR, JOINING] = [*ROADS[ACCEPTOR, DOWN], lambda one: one.on_reopen(1, 1, 1.0)]
-LAST = [lambda one: one.failed(0, "the last", 2.0)]
+LAST = [lambda one: one.record_failed(0, "the last", 2.0)]
 ROADS |= {(role, LOST): [*ROADS[role, JOINING], *LAST] for role in Role}
 
 
@@ -222,10 +222,10 @@ OF_ONE_ROLE: dict[tuple[Role, ChannelState, str], tuple[ChannelState, list[type]
     (ACCEPTOR, DOWN, "next down"): (LEAVING, [Shut]),
 }
 EVENTS: dict[str, Callable[[ChannelStates, int], list[Action]]] = {
-    "failed": lambda one, _: one.failed(1, "again", 2.0),
-    "shut": lambda one, _: one.shut(1),
-    "joined": lambda one, _: one.joined(1, 2.0),
-    "due": lambda one, _: one.due(100.0),
+    "failed": lambda one, _: one.record_failed(1, "again", 2.0),
+    "shut": lambda one, _: one.record_shut(1),
+    "joined": lambda one, _: one.record_joined(1, 2.0),
+    "due": lambda one, _: one.advance(100.0),
     "down": lambda one, now: one.on_rail_down(1, now, "theirs", 2.0),
     "arrivals": lambda one, now: one.on_arrivals(1, now, CAME, 2.0),
     "reopen": lambda one, now: one.on_reopen(1, now, 2.0),
@@ -279,43 +279,47 @@ def test_acknowledgements_are_taken_until_the_peer_is_down(role: Role, state: Ch
 
 def test_actions_name_the_channel_and_the_generation_they_are_for() -> None:
     one = states(INITIATOR, 3)
-    assert one.failed(2, "no light", 5.0) == [Shut(2)]
+    assert one.record_failed(2, "no light", 5.0) == [Shut(2)]
     assert one.live == (0, 1)
-    assert one.shut(2) == [SendRailDown(2, 0, "no light")]
+    assert one.record_shut(2) == [SendRailDown(2, 0, "no light")]
     assert one.on_rail_down(2, 0, "theirs", 5.0) == [SendArrivals(2, 0)]
     assert one.deadline is None
     assert one.on_arrivals(2, 0, CAME, 5.0) == [Reconcile(2, CAME)]
     assert one.deadline is not None
-    assert one.due(one.deadline) == [OpenAgain(2, 1)]
+    assert one.advance(one.deadline) == [OpenAgain(2, 1)]
     assert one.on_reopen(2, 1, 6.0) == [Join(2, 1)]
-    assert one.joined(2, 6.5) == []
+    assert one.record_joined(2, 6.5) == []
     assert (one.live, one.deadline, one.generation(2)) == ((0, 1, 2), None, 1)
 
 
 def test_a_side_that_leaves_because_it_was_told_says_why() -> None:
     one = states(ACCEPTOR)
     one.on_rail_down(0, 0, "theirs", 0.0)
-    assert one.shut(0) == [SendRailDown(0, 0, "theirs"), SendArrivals(0, 0)]
+    assert one.record_shut(0) == [SendRailDown(0, 0, "theirs"), SendArrivals(0, 0)]
 
 
 @pytest.mark.parametrize("role", Role)
 def test_without_a_channel_the_peer_is_lost(role: Role) -> None:
     one = states(role)
-    one.failed(0, "first", 0.0)
+    one.record_failed(0, "first", 0.0)
     actions = one.on_rail_down(1, 0, "second", 0.0)
     assert actions == [LosePeer("no channel is left, and the last, channel 1, failed: second")]
     assert (one.live, one.deadline) == ((), None)
-    assert one.shut(0) == one.failed(1, "again", 1.0) == one.due(1e9) == []
+    assert one.record_shut(0) == one.record_failed(1, "again", 1.0) == one.advance(1e9) == []
 
 
 def test_failure_of_the_only_channel_loses_the_peer() -> None:
-    assert [type(action) for action in states(INITIATOR, 1).failed(0, "why", 0.0)] == [LosePeer]
+    assert [type(action) for action in states(INITIATOR, 1).record_failed(0, "why", 0.0)] == [LosePeer]
 
 
 @pytest.mark.parametrize("k", [-1, 2])
 def test_a_channel_that_does_not_exist_is_refused(k: int) -> None:
     one = states(ACCEPTOR)
-    for mistake in (lambda: one.failed(k, "", 0.0), lambda: one.shut(k), lambda: one.joined(k, 0.0)):
+    for mistake in (
+        lambda: one.record_failed(k, "", 0.0),
+        lambda: one.record_shut(k),
+        lambda: one.record_joined(k, 0.0),
+    ):
         with pytest.raises(UsageError):
             mistake()
     for violation in (
@@ -336,8 +340,8 @@ def test_zero_channels_are_refused() -> None:
 def fail_and_come_down(one: ChannelStates, now: float) -> float:
     """Let channel 1 fail; return how long it is going to stay down."""
     generation = one.generation(1)
-    one.failed(1, "why", now)
-    one.shut(1)
+    one.record_failed(1, "why", now)
+    one.record_shut(1)
     one.on_rail_down(1, generation, "why", now)
     one.on_arrivals(1, generation, CAME, now)
     assert one.deadline is not None
@@ -352,7 +356,7 @@ def test_the_back_off_doubles_up_to_its_limit_with_full_jitter(seed: int) -> Non
         wait = fail_and_come_down(one, now)
         assert 0 <= wait <= min(BACKOFF_MAX, BACKOFF_FIRST * 2**failure)
         now += wait
-        assert one.due(now) == [OpenAgain(1, failure + 1)]
+        assert one.advance(now) == [OpenAgain(1, failure + 1)]
 
 
 def test_a_thousand_peers_do_not_come_back_at_once() -> None:
@@ -361,7 +365,7 @@ def test_a_thousand_peers_do_not_come_back_at_once() -> None:
         one = ChannelStates(2, INITIATOR, random.Random(seed))
         for _ in range(6):
             wait = fail_and_come_down(one, 0.0)
-            one.due(wait)
+            one.advance(wait)
         waits.append(wait)
     longest = BACKOFF_FIRST * 2**5
     spread = Counter(int(wait / longest * 10) for wait in waits)
@@ -376,9 +380,9 @@ def test_the_back_off_begins_anew_after_a_while_without_failure(lived: float, an
         now = 0.0
         for _ in range(7):
             now += fail_and_come_down(one, now)
-            one.due(now)
+            one.advance(now)
         one.on_reopen(1, 7, now)
-        one.joined(1, now)
+        one.record_joined(1, now)
         longest.append(fail_and_come_down(one, now + lived))
     assert (max(longest) <= BACKOFF_FIRST) is anew
 
@@ -387,12 +391,12 @@ def test_the_back_off_begins_anew_after_a_while_without_failure(lived: float, an
 def test_a_channel_that_is_not_joined_in_time_has_failed(role: Role) -> None:
     one, generation = at(role, JOINING)
     assert one.deadline == 1.0 + OPENING_LIMIT
-    assert one.due(one.deadline - 0.001) == []
-    assert one.due(one.deadline) == [Shut(1)]
-    assert one.shut(1) == [SendRailDown(1, generation, f"not joined within {OPENING_LIMIT:g} seconds")]
+    assert one.advance(one.deadline - 0.001) == []
+    assert one.advance(one.deadline) == [Shut(1)]
+    assert one.record_shut(1) == [SendRailDown(1, generation, f"not joined within {OPENING_LIMIT:g} seconds")]
 
 
 def test_an_acceptor_never_opens_a_channel_by_itself() -> None:
     one, _ = at(ACCEPTOR, DOWN)
     assert one.deadline is None
-    assert one.due(1e9) == []
+    assert one.advance(1e9) == []

@@ -133,12 +133,12 @@ def nested_recoveries_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_first_down_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reconcile when the own endpoint is shut, by what is known then: nothing came."""
-    original = ChannelStates.shut
+    original = ChannelStates.record_shut
 
     def shut(self: ChannelStates, k: int) -> list[failover.Action]:
         return [*original(self, k), Reconcile(k, failover.Account())]
 
-    monkeypatch.setattr(ChannelStates, "shut", shut)
+    monkeypatch.setattr(ChannelStates, "record_shut", shut)
 
 
 def what_came_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def what_came_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open again while the other side is still on its way down."""
-    original = ChannelStates.shut
+    original = ChannelStates.record_shut
 
     def shut(self: ChannelStates, k: int) -> list[failover.Action]:
         actions = original(self, k)
@@ -160,7 +160,7 @@ def opened_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
         self._channels[k].until = 0.0
         return actions
 
-    monkeypatch.setattr(ChannelStates, "shut", shut)
+    monkeypatch.setattr(ChannelStates, "record_shut", shut)
 
 
 EARLY = "is counted before its bytes are there"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.control_frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
-from aiote.core.handshake import VERSION, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, refused
+from aiote.core.handshake import VERSION, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, make_refusal
 from aiote.errors import UsageError
 from control_peers import U64S, address, config, nonces
 
@@ -19,7 +19,7 @@ KEY = b"a cluster key of many bytes"
 
 
 def challenge_of(initiator: Initiator, acceptor: Acceptor) -> Challenge:
-    assert acceptor.greeted(initiator.hello) is None
+    assert acceptor.receive_hello(initiator.hello) is None
     return acceptor.challenge()
 
 
@@ -34,12 +34,12 @@ def code_of(outcome: Any) -> int | None:
 @pytest.mark.parametrize("key", [None, KEY])
 def test_both_sides_agree_on_the_session(key: bytes | None) -> None:
     initiator, acceptor = pair(key)
-    proof = initiator.challenged(challenge_of(initiator, acceptor))
+    proof = initiator.receive_challenge(challenge_of(initiator, acceptor))
     assert isinstance(proof, Proof)
-    outcome = acceptor.proven(proof)
+    outcome = acceptor.receive_proof(proof)
     assert isinstance(outcome, tuple)
     welcome, theirs = outcome
-    ours = initiator.welcomed(welcome)
+    ours = initiator.receive_welcome(welcome)
     assert isinstance(ours, Established)
     assert ours.key == theirs.key
     assert (ours.identity, theirs.identity) == (b"\2" * 16, b"\1" * 16)
@@ -54,9 +54,9 @@ def test_the_proofs_are_the_documented_hmacs() -> None:
     for body in (encode(initiator.hello), encode(challenge)):
         digest.update(len(body).to_bytes(4, "big"))
         digest.update(body)
-    proof = initiator.challenged(challenge)
+    proof = initiator.receive_challenge(challenge)
     assert proof == Proof(hmac.new(KEY, b"aiote initiator" + digest.digest(), "sha256").digest())
-    outcome = acceptor.proven(Proof(proof.hmac))
+    outcome = acceptor.receive_proof(Proof(proof.hmac))
     assert isinstance(outcome, tuple)
     assert outcome[0] == Welcome(hmac.new(KEY, b"aiote acceptor" + digest.digest(), "sha256").digest())
     assert outcome[1].key == hmac.new(KEY, b"aiote session" + digest.digest(), "sha256").digest()
@@ -65,24 +65,24 @@ def test_the_proofs_are_the_documented_hmacs() -> None:
 @pytest.mark.parametrize(("left", "right"), [(KEY, b"another"), (b"another", KEY)])
 def test_a_wrong_key_is_refused_without_a_proof(left: bytes, right: bytes) -> None:
     initiator, acceptor = Initiator(config(1, key=left), None, nonces(1)), Acceptor(config(2, key=right), nonces(2))
-    proof = initiator.challenged(challenge_of(initiator, acceptor))
+    proof = initiator.receive_challenge(challenge_of(initiator, acceptor))
     assert isinstance(proof, Proof)
-    assert acceptor.proven(proof) == refused(RefusalCode.WRONG_KEY)
+    assert acceptor.receive_proof(proof) == make_refusal(RefusalCode.WRONG_KEY)
 
 
 @given(st.binary(min_size=32, max_size=32))
 def test_a_welcome_of_an_impostor_is_refused(guess: bytes) -> None:
     initiator, acceptor = pair()
-    initiator.challenged(challenge_of(initiator, acceptor))
-    assert code_of(initiator.welcomed(Welcome(guess))) == RefusalCode.WRONG_KEY
+    initiator.receive_challenge(challenge_of(initiator, acceptor))
+    assert code_of(initiator.receive_welcome(Welcome(guess))) == RefusalCode.WRONG_KEY
 
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_our_own_proof_is_no_welcome(key: bytes | None) -> None:
     initiator, acceptor = pair(key)
-    proof = initiator.challenged(challenge_of(initiator, acceptor))
+    proof = initiator.receive_challenge(challenge_of(initiator, acceptor))
     assert isinstance(proof, Proof)
-    assert code_of(initiator.welcomed(Welcome(proof.hmac))) == RefusalCode.WRONG_KEY
+    assert code_of(initiator.receive_welcome(Welcome(proof.hmac))) == RefusalCode.WRONG_KEY
 
 
 @pytest.mark.parametrize(
@@ -99,19 +99,19 @@ def test_each_side_refuses_by_itself_what_is_keyed_otherwise(
 ) -> None:
     initiator = Initiator(config(1, key=initiator_key), None, nonces(1))
     acceptor = Acceptor(config(2, key=acceptor_key), nonces(2))
-    assert code_of(acceptor.greeted(initiator.hello)) == code
+    assert code_of(acceptor.receive_hello(initiator.hello)) == code
     # The initiator does not depend on the acceptor having looked.
-    acceptor.greeted(replace(initiator.hello, keyed=acceptor_key is not None))
-    assert code_of(initiator.challenged(acceptor.challenge())) == code
+    acceptor.receive_hello(replace(initiator.hello, keyed=acceptor_key is not None))
+    assert code_of(initiator.receive_challenge(acceptor.challenge())) == code
 
 
 def test_flags_changed_on_the_way_do_not_let_an_unkeyed_side_in() -> None:
     for left, right in ((None, KEY), (KEY, None)):
         initiator, acceptor = Initiator(config(1, key=left), None, nonces(1)), Acceptor(config(2, key=right), nonces(2))
-        assert acceptor.greeted(replace(initiator.hello, keyed=right is not None)) is None
-        proof = initiator.challenged(replace(acceptor.challenge(), keyed=left is not None))
+        assert acceptor.receive_hello(replace(initiator.hello, keyed=right is not None)) is None
+        proof = initiator.receive_challenge(replace(acceptor.challenge(), keyed=left is not None))
         assert isinstance(proof, Proof)
-        assert code_of(acceptor.proven(proof)) == RefusalCode.WRONG_KEY
+        assert code_of(acceptor.receive_proof(proof)) == RefusalCode.WRONG_KEY
 
 
 CHANGES: dict[str, st.SearchStrategy[Any]] = {
@@ -129,11 +129,11 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
 def test_a_hello_changed_on_the_way_gives_no_session(name: str, data: st.DataObject) -> None:
     initiator, acceptor = pair()
     hello = replace(initiator.hello, **{name: data.draw(CHANGES[name])})
-    if hello == initiator.hello or acceptor.greeted(hello) is not None:
+    if hello == initiator.hello or acceptor.receive_hello(hello) is not None:
         return
-    proof = initiator.challenged(acceptor.challenge())
+    proof = initiator.receive_challenge(acceptor.challenge())
     if isinstance(proof, Proof):
-        assert code_of(acceptor.proven(proof)) == RefusalCode.WRONG_KEY
+        assert code_of(acceptor.receive_proof(proof)) == RefusalCode.WRONG_KEY
 
 
 @given(st.sampled_from(["nonce", "identity", "incarnation"]), st.data())
@@ -144,19 +144,19 @@ def test_a_challenge_changed_on_the_way_gives_no_session(name: str, data: st.Dat
     challenge = replace(sent, **{name: data.draw(CHANGES[name])})
     if challenge == sent:
         return
-    proof = initiator.challenged(challenge)
+    proof = initiator.receive_challenge(challenge)
     if isinstance(proof, Proof):
-        assert code_of(acceptor.proven(proof)) == RefusalCode.WRONG_KEY
+        assert code_of(acceptor.receive_proof(proof)) == RefusalCode.WRONG_KEY
 
 
 def test_a_proof_of_another_connection_is_refused() -> None:
     initiator, acceptor = pair()
-    proof = initiator.challenged(challenge_of(initiator, acceptor))
+    proof = initiator.receive_challenge(challenge_of(initiator, acceptor))
     later = Acceptor(config(2, key=KEY), nonces(3))
-    assert later.greeted(initiator.hello) is None
+    assert later.receive_hello(initiator.hello) is None
     later.challenge()
     assert isinstance(proof, Proof)
-    assert code_of(later.proven(proof)) == RefusalCode.WRONG_KEY
+    assert code_of(later.receive_proof(proof)) == RefusalCode.WRONG_KEY
 
 
 def test_our_own_identity_and_nonce_are_refused_when_they_come_back() -> None:
@@ -164,19 +164,20 @@ def test_our_own_identity_and_nonce_are_refused_when_they_come_back() -> None:
     hello, challenge = initiator.hello, challenge_of(initiator, acceptor)
     ours = Acceptor(config(1, key=KEY), nonces(9))
     assert (
-        code_of(ours.greeted(replace(hello, target_identity=bytes(16), target_incarnation=0))) == RefusalCode.REFLECTED
+        code_of(ours.receive_hello(replace(hello, target_identity=bytes(16), target_incarnation=0)))
+        == RefusalCode.REFLECTED
     )
-    assert code_of(Acceptor(config(2, key=KEY), nonces(1)).greeted(hello)) == RefusalCode.REFLECTED
-    assert code_of(initiator.challenged(replace(challenge, nonce=hello.nonce))) == RefusalCode.REFLECTED
-    assert code_of(initiator.challenged(replace(challenge, identity=hello.identity))) == RefusalCode.REFLECTED
+    assert code_of(Acceptor(config(2, key=KEY), nonces(1)).receive_hello(hello)) == RefusalCode.REFLECTED
+    assert code_of(initiator.receive_challenge(replace(challenge, nonce=hello.nonce))) == RefusalCode.REFLECTED
+    assert code_of(initiator.receive_challenge(replace(challenge, identity=hello.identity))) == RefusalCode.REFLECTED
 
 
 def test_an_identity_of_zeros_is_refused() -> None:
     initiator, acceptor = pair()
-    assert code_of(acceptor.greeted(replace(initiator.hello, identity=bytes(16)))) == RefusalCode.MALFORMED
+    assert code_of(acceptor.receive_hello(replace(initiator.hello, identity=bytes(16)))) == RefusalCode.MALFORMED
     challenge = challenge_of(initiator, acceptor)
     anyone = Initiator(config(1, key=KEY), address(0), nonces(1))
-    assert code_of(anyone.challenged(replace(challenge, identity=bytes(16)))) == RefusalCode.MALFORMED
+    assert code_of(anyone.receive_challenge(replace(challenge, identity=bytes(16)))) == RefusalCode.MALFORMED
 
 
 @pytest.mark.parametrize(
@@ -194,11 +195,11 @@ def test_both_sides_insist_on_the_engine_that_is_meant(
 ) -> None:
     initiator = Initiator(config(1), address(wanted, incarnation) if wanted else None, nonces(1))
     acceptor = Acceptor(config(2), nonces(2))
-    refusal = acceptor.greeted(initiator.hello)
+    refusal = acceptor.receive_hello(initiator.hello)
     assert code_of(refusal) == code
     assert words in (refusal.text if refusal else "")
-    acceptor.greeted(replace(initiator.hello, target_identity=bytes(16), target_incarnation=0))
-    assert code_of(initiator.challenged(acceptor.challenge())) == code
+    acceptor.receive_hello(replace(initiator.hello, target_identity=bytes(16), target_incarnation=0))
+    assert code_of(initiator.receive_challenge(acceptor.challenge())) == code
 
 
 @given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.tuples(st.integers(1, 6), st.integers(1, 6)))
@@ -207,7 +208,7 @@ def test_the_highest_common_version_is_chosen(left: tuple[int, int], right: tupl
     common = set(range(ours[0], ours[1] + 1)) & set(range(theirs[0], theirs[1] + 1))
     initiator = Initiator(config(1, versions=ours), None, nonces(1))
     acceptor = Acceptor(config(2, versions=theirs), nonces(2))
-    refusal = acceptor.greeted(initiator.hello)
+    refusal = acceptor.receive_hello(initiator.hello)
     if common:
         assert refusal is None
         assert acceptor.challenge().version == max(common)
@@ -218,21 +219,21 @@ def test_the_highest_common_version_is_chosen(left: tuple[int, int], right: tupl
 def test_a_version_that_was_not_offered_is_refused() -> None:
     initiator, acceptor = pair()
     for version in (VERSION - 1, VERSION + 1):
-        answer = initiator.challenged(replace(challenge_of(initiator, acceptor), version=version))
+        answer = initiator.receive_challenge(replace(challenge_of(initiator, acceptor), version=version))
         assert code_of(answer) == RefusalCode.VERSION
     backwards = replace(initiator.hello, version_min=2, version_max=1)
-    assert code_of(acceptor.greeted(backwards)) == RefusalCode.VERSION
+    assert code_of(acceptor.receive_hello(backwards)) == RefusalCode.VERSION
 
 
 def test_steps_out_of_order_are_refused() -> None:
     initiator, acceptor = pair()
     with pytest.raises(ControlError, match="before the Challenge"):
-        initiator.welcomed(Welcome(bytes(32)))
+        initiator.receive_welcome(Welcome(bytes(32)))
     with pytest.raises(ControlError, match="before the Hello"):
         acceptor.challenge()
-    assert acceptor.greeted(initiator.hello) is None
+    assert acceptor.receive_hello(initiator.hello) is None
     with pytest.raises(ControlError, match="before the Challenge"):
-        acceptor.proven(Proof(bytes(32)))
+        acceptor.receive_proof(Proof(bytes(32)))
 
 
 def test_nonces_are_fresh_by_default() -> None:
@@ -276,10 +277,10 @@ def test_every_refusal_says_something_of_its_own() -> None:
     sentences = [code.sentence for code in RefusalCode]
     assert len(set(sentences)) == len(sentences)
     for code in RefusalCode:
-        assert refused(code).text == code.sentence
-        assert refused(code, "because").text == "because"
-    assert refused(999) == Refused(999, "")
-    assert isinstance(encode(refused(max(RefusalCode))), bytes)
+        assert make_refusal(code).text == code.sentence
+        assert make_refusal(code, "because").text == "because"
+    assert make_refusal(999) == Refused(999, "")
+    assert isinstance(encode(make_refusal(max(RefusalCode))), bytes)
 
 
 def test_the_hello_names_the_target() -> None:
@@ -292,12 +293,12 @@ def test_the_hello_names_the_target() -> None:
 def test_what_the_key_made_is_compared_in_constant_time(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but `compare_digest` decides on a proof, a welcome and a tag."""
     initiator, acceptor = pair()
-    proof = initiator.challenged(challenge_of(initiator, acceptor))
+    proof = initiator.receive_challenge(challenge_of(initiator, acceptor))
     assert isinstance(proof, Proof)
     asked = []
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: asked.append(both) or equal)
-    assert isinstance(acceptor.proven(Proof(bytes(32)) if equal else proof), Refused) is not equal
-    assert isinstance(initiator.welcomed(Welcome(bytes(32))), Refused) is not equal
+    assert isinstance(acceptor.receive_proof(Proof(bytes(32)) if equal else proof), Refused) is not equal
+    assert isinstance(initiator.receive_welcome(Welcome(bytes(32))), Refused) is not equal
     sealed = Seal(KEY, 0).tag(b"body")
     with contextlib.nullcontext() if equal else pytest.raises(ControlError, match="wrong tag"):
         assert Seal(KEY, 0).open(b"body" + (bytes(16) if equal else sealed)) == b"body"

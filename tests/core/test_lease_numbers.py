@@ -55,7 +55,7 @@ class Leasing(RuleBasedStateMachine):
     def reconnect(self, holder: str) -> None:
         """A new connection knows nothing but what it is told."""
         self.connected[holder] = Revocations()
-        for low, high in self.grants.void(holder):
+        for low, high in self.grants.void_ranges(holder):
             self.connected[holder].add(low, high)
 
     @invariant()
@@ -83,7 +83,7 @@ def test_a_new_connection_is_told_all_that_is_void_and_nothing_else(holders: lis
             live[holder].discard(number)
     for holder in HOLDERS:
         void = Revocations()
-        for low, high in grants.void(holder):
+        for low, high in grants.void_ranges(holder):
             void.add(low, high)
         assert {number for number in range(1, len(holders) + 1) if number not in void} == live[holder]
 
@@ -96,7 +96,7 @@ def test_a_lease_is_revoked_once() -> None:
     assert grants.revoke("a", number) == (1, 1)
     with pytest.raises(KeyError):
         grants.revoke("a", number)
-    assert list(grants.void("nobody")) == [(1, 1)]
+    assert list(grants.void_ranges("nobody")) == [(1, 1)]
 
 
 def test_a_granter_that_fragments_for_ever_is_stopped() -> None:

@@ -15,7 +15,7 @@ def stuck_at(clock: StallDetector, ended: dict[int, int], moved: int, start: flo
     """Look every quarter of a second at what never changes; return the time and the channel that was found stuck."""
     now = start
     while now < start + 60:
-        if clock.due(now) and (found := clock.look(now, ended, lambda _channel: moved)) is not None:
+        if clock.is_due(now) and (found := clock.find_stalled(now, ended, lambda _channel: moved)) is not None:
             return now, found
         now += INTERVAL / 4
     return None
@@ -42,19 +42,19 @@ def test_bytes_that_go_on_are_no_standstill(gaps):
     clock, now, moved = StallDetector(INTERVAL, LIMIT), 0.0, 0
     for gap in gaps:
         now, moved = now + gap, moved + 1
-        assert clock.look(now, {0: 9}, lambda _channel, moved=moved: moved) is None
+        assert clock.find_stalled(now, {0: 9}, lambda _channel, moved=moved: moved) is None
 
 
 def test_a_channel_on_which_requests_end_is_not_asked_for_its_bytes():
     clock, asked = StallDetector(INTERVAL, LIMIT), []
     for ended in range(40):
-        assert clock.look(ended * 0.5, {0: ended}, lambda channel: asked.append(channel) or 0) is None
+        assert clock.find_stalled(ended * 0.5, {0: ended}, lambda channel: asked.append(channel) or 0) is None
     assert asked == []
 
 
 def test_the_stuck_one_is_found_among_those_that_go_on():
     clock = StallDetector(INTERVAL, LIMIT)
-    found = [clock.look(step * 0.5, {0: step, 1: 8}, lambda _channel: 50) for step in range(20)]
+    found = [clock.find_stalled(step * 0.5, {0: step, 1: 8}, lambda _channel: 50) for step in range(20)]
     assert set(found) == {None, 1}
 
 
@@ -62,19 +62,19 @@ def test_work_that_ended_meanwhile_starts_anew():
     clock = StallDetector(INTERVAL, LIMIT)
     for step in range(40):
         busy = {0: 3} if step % 6 else {}
-        assert clock.look(step * 0.5, busy, lambda _channel: 50) is None
+        assert clock.find_stalled(step * 0.5, busy, lambda _channel: 50) is None
 
 
 @given(st.floats(2.0, 1000.0))
 def test_a_shell_that_was_held_up_counts_an_interval_at_most(stall):
     clock = StallDetector(INTERVAL, LIMIT)
     for now in (0.0, 0.5, 1.0, 1.0 + stall):
-        assert clock.look(now, {0: 3}, lambda _channel: 50) is None
+        assert clock.find_stalled(now, {0: 3}, lambda _channel: 50) is None
 
 
 def test_looks_are_half_an_interval_apart():
     clock = StallDetector(INTERVAL, LIMIT)
-    assert clock.due(10.0)
-    clock.look(10.0, {}, lambda _channel: 0)
-    assert not clock.due(10.25)
-    assert clock.due(10.5)
+    assert clock.is_due(10.0)
+    clock.find_stalled(10.0, {}, lambda _channel: 0)
+    assert not clock.is_due(10.25)
+    assert clock.is_due(10.5)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from aiote.core.striping import (
     IMM_LIMIT,
     MAX_COUNTED,
-    Plan,
     Stripe,
+    StripePlan,
     check_immediate,
     decode_immediate,
     encode_immediate,
@@ -33,7 +33,7 @@ def cuts(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return length, draw(lanes), largest, smallest
 
 
-def covers(cut: Plan, length: int) -> bool:
+def covers(cut: StripePlan, length: int) -> bool:
     """Tell whether the stripes, in their order, are exactly the bytes [0, length)."""
     at = 0
     for stripe in cut.stripes:
@@ -121,7 +121,7 @@ def test_the_number_of_stripes_is_the_documents(cut: tuple[int, int, int, int], 
 
 
 def test_regression_one_byte_over_two_lanes_is_one_stripe() -> None:
-    assert plan(1, 2, GIB, 1, True) == Plan((), (Stripe(0, 1, 0, True),))
+    assert plan(1, 2, GIB, 1, True) == StripePlan((), (Stripe(0, 1, 0, True),))
 
 
 def test_regression_16385_bytes_over_two_lanes_are_all_covered() -> None:

@@ -17,7 +17,7 @@ from aiote.cli import kvcache
 from aiote.cli.report import Bars, difference
 from aiote.demo import tokens
 from aiote.demo.one_process import LocalResult
-from aiote.demo.run import Report, RequestTrace, RunFailed, RunResult
+from aiote.demo.run import ChildReport, RequestTrace, RunFailed, RunResult
 from aiote.errors import PeerError, UsageError
 
 
@@ -30,7 +30,7 @@ def result(*answers: tuple[int, ...]) -> RunResult:
         RequestTrace(n, (256, 65), asked_s=1.0 + n, first_s=1.5 + n, last_s=2.0 + n, pages=6, tokens=list(answer))
         for n, answer in enumerate(answers)
     )
-    reports = {"prefill": Report(0, 8, 7, 2**20, 1e-3), "decode": Report(0, 8)}
+    reports = {"prefill": ChildReport(0, 8, 7, 2**20, 1e-3), "decode": ChildReport(0, 8)}
     return RunResult(traces, reports, (Rail(),), {"router": 1, "prefill": 2, "decode": 3})
 
 

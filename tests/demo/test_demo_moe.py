@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aiote import cli
-from aiote.demo.moe_run import Rank, difference
+from aiote.demo.moe_run import RankState, difference
 
 PATIENCE_S = 60.0  # a guard against hangs only
 DEMO = [sys.executable, "-P", "-W", "error", "-m", "aiote", "demo", "moe"]
@@ -62,7 +62,7 @@ def test_bad_arguments_are_named(capsys, arguments, says):
 
 def test_one_wrong_bit_is_found():
     texts = [[(65, 1), (66, 2)], [(67, 3), (68, 4)]]
-    ranks = [Rank(number, None, tokens=list(text)) for number, text in enumerate(texts)]
+    ranks = [RankState(number, None, tokens=list(text)) for number, text in enumerate(texts)]
     assert difference(ranks, texts) == ""
     ranks[1].tokens.pop()
     assert difference(ranks, texts) == "", "it was killed"

@@ -14,7 +14,7 @@ import pytest
 
 import aiote
 from aiote import service
-from aiote.discovery import EmbeddedRegistry, Member, Members, Registration, RegistryServer
+from aiote.discovery import EmbeddedRegistry, Member, MemberRegistration, Members, RegistryServer
 from aiote.discovery.membership import Roster
 from aiote.service.members import COMPARED, Chooser
 from aiote.testing import Fabric, run
@@ -56,7 +56,7 @@ class Serving:
     engine: aiote.Engine
     server: service.Server
     who: Who
-    registration: Registration
+    registration: MemberRegistration
 
 
 Opened = Callable[[], AbstractAsyncContextManager[Any]]
@@ -185,8 +185,8 @@ async def test_a_call_waits_while_there_is_no_member(registry):
 async def test_a_choice_looks_at_members_only_when_they_have_changed(registry, monkeypatch):
     async with three(registry) as (there, members, client, _):
         looks = []
-        look = Chooser._look
-        monkeypatch.setattr(Chooser, "_look", lambda self, *args: (looks.append(1), look(self, *args)))
+        look = Chooser._update_members
+        monkeypatch.setattr(Chooser, "_update_members", lambda self, *args: (looks.append(1), look(self, *args)))
         before = await members.addresses()
         await there[0].registration.update({"load": 1})
         await until(lambda: any(one.attributes for one in members._watch._roster.members()))
@@ -233,9 +233,9 @@ def test_a_choice_compares_a_few_of_many_members_and_gives_all_their_turn():
 
     chooser = object.__new__(Chooser)
     links: list[Any] = [Link() for _ in range(3 * COMPARED + 1)]
-    chooser._choices, chooser._turn = links, 7
+    chooser._choices, chooser._next_start = links, 7
     for number in range(10 * len(links)):
-        link = chooser._least()
+        link = chooser._least_loaded()
         assert link is not None
         link.calls[number] = None  # type: ignore[assignment]
     assert max(len(link.calls) for link in links) - min(len(link.calls) for link in links) <= 2

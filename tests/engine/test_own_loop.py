@@ -276,7 +276,7 @@ def test_an_engine_that_was_forgotten_is_closed_from_anywhere():
     engine = loop.run_until_complete(aiote.open_engine("local")._open())
 
     def drop() -> None:
-        thread = threading.Thread(target=engine._lifetime.dropped, args=(engine,))
+        thread = threading.Thread(target=engine._lifetime.close_dropped, args=(engine,))
         thread.start()
         thread.join()
 

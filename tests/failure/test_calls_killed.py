@@ -13,7 +13,7 @@ import pytest
 
 import aiote
 from aiote import service
-from aiote.service.endpoint import Endpoint
+from aiote.service.endpoint import CallEndpoint
 from aiote.service.memory import LEND_BYTES
 from arrays_service import Numbered, Served, held
 from children import Child
@@ -140,7 +140,7 @@ async def test_callers_that_are_stopped_and_killed_hold_nothing(provider, child:
                     # It is lost by its silence before it is killed.
                     await until(lambda: not engine.peers)
                 one.kill()
-            endpoint = Endpoint.of(engine)
+            endpoint = CallEndpoint.of(engine)
             await until(lambda: not (server.running or endpoint._links or endpoint.budget.used))
             assert not engine._links.leases._live
             assert not endpoint.registrations.in_use

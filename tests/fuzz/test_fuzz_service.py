@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiote.service import frames
-from aiote.service.endpoint import Endpoint
+from aiote.service.endpoint import CallEndpoint
 from aiote.service.link import Link
 from aiote.service.memory import Lent
 from aiote.service.running import Running
@@ -16,7 +16,7 @@ SEEDS = service_seeds()
 
 def test_the_seeds_say_every_frame_and_end_calls_in_every_way(monkeypatch):
     taken, ends = set(), set()
-    dispatch, refuse, end = Endpoint._dispatch, Endpoint.refuse, Running._end
+    dispatch, refuse, end = CallEndpoint._dispatch, CallEndpoint.refuse, Running._end
 
     def note(self, link, frame):
         dispatch(self, link, frame)
@@ -30,13 +30,13 @@ def test_the_seeds_say_every_frame_and_end_calls_in_every_way(monkeypatch):
         ends.add((self.frame.method, status))
         end(self, status, parcel)
 
-    monkeypatch.setattr(Endpoint, "_dispatch", note)
-    monkeypatch.setattr(Endpoint, "refuse", note_refused)
+    monkeypatch.setattr(CallEndpoint, "_dispatch", note)
+    monkeypatch.setattr(CallEndpoint, "refuse", note_refused)
     monkeypatch.setattr(Running, "_end", note_end)
     for data in SEEDS.values():
         service(data)
     assert taken == set(frames.Frame.__args__)
-    status = frames.Status
+    status = frames.CallStatus
     assert ends >= {(method, status.DONE) for method in METHODS if "wait" not in method and "nothing" not in method}
     assert ends >= {status.CANCELLED, ("Fuzzed/1.wait", status.CANCELLED), ("Fuzzed/1.add", status.INVALID)}
     assert {say for data in SEEDS.values() for say, _ in steps(data)} == set(Say)

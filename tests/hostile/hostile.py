@@ -33,7 +33,7 @@ from kvpeer import cluster
 from peer import HostilePeer
 from victim import Broken, Victim, victim
 
-from aiote.service.background import beside
+from aiote.service.background import run_background_tasks
 
 SERVICES = {"kvcache": cluster, "weights": update_ranks, "moe": moe_group}
 WHAT = ("socket", "local", *SERVICES)
@@ -121,7 +121,7 @@ class Run:
 
     async def _attack_service(self, seconds: float) -> None:
         async with SERVICES[self.what]("socket") as attacked:
-            async with beside(self._watch):
+            async with run_background_tasks(self._watch):
                 for rng in self._cases(seconds):
                     self._log = []
                     await attacked.attack(rng, self._log)

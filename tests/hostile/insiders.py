@@ -12,7 +12,7 @@ from anything import Anything
 from victim import PATIENCE_S, Broken
 
 import aiote
-from aiote.kvcache.protocol import Fetch, Opened, Pinned, Row, TransferRefused
+from aiote.kvcache.protocol import Opened, Pinned, PushRequest, SentPageRow, TransferRefused
 from aiote.kvcache.tensors import CacheSpec
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup
 from aiote.moe.joining import MoeService, service_of
@@ -32,7 +32,7 @@ async def late(rng: random.Random) -> None:
 
 
 class LyingPrefill:
-    """A prefill rank that a decode rank asks, as `protocol.Rank`: of what it may answer it draws anything."""
+    """A prefill rank that a decode rank asks, as `protocol.PrefillRank`: of what it may answer it draws anything."""
 
     def __init__(self, engine: aiote.Engine, spec: CacheSpec) -> None:
         self.engine, self._spec = engine, spec
@@ -46,7 +46,7 @@ class LyingPrefill:
         await self._lie("open")
         return Opened(Anything(self.rng).number((1 << 40) - 1), [])
 
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None:
+    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None:
         for _ in range(self.rng.randrange(4)):
             await self.engine.write_imm(None, peer, (fetch.imm + self.rng.randrange(8)) % (1 << 28))
         await self._lie("push")
@@ -54,7 +54,7 @@ class LyingPrefill:
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         await self._lie("pull")
         pages = [Anything(self.rng).number((1 << 63) - 1) for _ in range(self.rng.randrange(5))]
-        yield Pinned(self.rng.randrange(1 << 40), {0: Row(np.array(pages, np.int64), self.rng.randrange(100))})
+        yield Pinned(self.rng.randrange(1 << 40), {0: SentPageRow(np.array(pages, np.int64), self.rng.randrange(100))})
 
     async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
         while True:

@@ -21,7 +21,7 @@ from aiote.discovery.registry_server import RegistryServer
 from aiote.kvcache import Consumer, Producer
 from aiote.kvcache.protocol import Transfers
 from aiote.service import frames
-from aiote.service.endpoint import Endpoint
+from aiote.service.endpoint import CallEndpoint
 from engines import opened
 from fuzz_discovery import KEEP, WATCH, arguments, calls
 from fuzz_kvcache import kvcache_seeds
@@ -137,7 +137,7 @@ class Cluster(Attacked):
         await super().at_rest()
         with anyio.move_on_after(PATIENCE_S) as scope:
             for engine in self.members:
-                while any(link.calls or link.running for link in Endpoint.of(engine)._links.values()):
+                while any(link.calls or link.running for link in CallEndpoint.of(engine)._links.values()):
                     await anyio.sleep(0.01)
             while self.producer.offers or len(self.consumer.immediates):
                 await anyio.sleep(0.01)

@@ -15,7 +15,7 @@ from victim import KEY
 from aiote import AioteError
 from aiote.core.address import Address
 from aiote.core.control import Authenticated
-from aiote.core.control_frames import Channel, Failed, Heartbeat, Mapped, Offer, Ready, encode, frame
+from aiote.core.control_frames import Channel, EngineOffer, Failed, Heartbeat, Mapped, Ready, encode, frame
 from aiote.core.descriptor import RegionDescriptor
 from raw_ring import DATA, HEADER, READ, RING_BYTES, SEND, WRITE, Frame
 from strangers import Insider, offer
@@ -96,7 +96,7 @@ class HostilePeer:
         self.let_in = True
         if stage == "authenticated":
             return
-        seen = await self._next(Offer)
+        seen = await self._next(EngineOffer)
         await insider.tell(dataclasses.replace(offer(), rails=seen.rails, heartbeat_ms=200))
         self._channel = await self._next(Channel)
         self.any.known += [self._channel.imm_key, self._channel.imm_base]

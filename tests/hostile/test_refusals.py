@@ -12,14 +12,14 @@ import pytest
 import aiote
 import aiote.testing
 from aiote import service
-from aiote.connectors.broadcast import PROGRESS_S, Feed, Offer, UpdateError
+from aiote.connectors.broadcast import PROGRESS_S, BroadcastError, Feed, ReceiverSlots
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import Descriptor, Number, Opened
 from aiote.kvcache.tensors import CacheSpec
 from aiote.moe import MoeConfig, open_group
 from aiote.moe.joining import Digest, Epoch, Meeting, Rank
 from aiote.service.exchange import REFUSALS
-from aiote.service.frames import Status
+from aiote.service.frames import CallStatus
 from aiote.testing import Fabric
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
 from aiote.weights.protocol import Descriptors, SourceService, SourceState, TargetState, packed_layout
@@ -36,7 +36,7 @@ def cache(name: str) -> Cache:
 
 
 def test_each_refusal_is_a_call_error_that_says_that_nothing_ran():
-    wanted = {Status.BUSY, Status.DRAINING, Status.NOT_SERVED, Status.INVALID}
+    wanted = {CallStatus.BUSY, CallStatus.DRAINING, CallStatus.NOT_SERVED, CallStatus.INVALID}
     assert REFUSALS.keys() == wanted
     assert {kind.ran for kind, _ in REFUSALS.values()} == {"no"}
 
@@ -168,14 +168,14 @@ def test_a_receiver_that_takes_nothing_is_given_up():
             slots = other.register(np.zeros(8192, np.uint8), "write")
 
             async def take() -> None:
-                offer = Offer(slots.descriptor, 4096, [1, 2])
-                with pytest.raises(UpdateError, match="it has made no progress for"):
+                offer = ReceiverSlots(slots.descriptor, 4096, [1, 2])
+                with pytest.raises(BroadcastError, match="it has made no progress for"):
                     async for _ in service.client(other, engine.address, Feed).take("update", offer):
                         pass
                 refused.set()
 
             group.start_soon(take)
-            with pytest.raises(UpdateError, match="it has made no progress for"):
+            with pytest.raises(BroadcastError, match="it has made no progress for"):
                 await trainer.send(outgoing, tensors)
             await refused.wait()
             assert fabric.now - begun >= PROGRESS_S
@@ -194,8 +194,8 @@ async def test_whoever_knows_an_update_s_name_neither_takes_nor_ends_it():
             outgoing = trainer.announce("update", 1, addresses=[str(other.address)])
             feed = service.client(liar, engine.address, Feed)
             await feed.decline("update")
-            with pytest.raises(UpdateError, match="is for others"):
-                await anext(feed.take("update", Offer(b"", 4096, [1, 2])))
+            with pytest.raises(BroadcastError, match="is for others"):
+                await anext(feed.take("update", ReceiverSlots(b"", 4096, [1, 2])))
             assert outgoing.error is None
             group.start_soon(trainer.send, outgoing, tensors)
             assert_same(await rollout.receive("update", [str(engine.address)]), tensors)

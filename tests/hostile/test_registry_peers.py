@@ -15,7 +15,7 @@ from aiote.discovery.lease_table import FORMER, POSTPONED, SESSIONS_EACH, LeaseT
 from aiote.discovery.membership import Roster
 from aiote.discovery.registry_server import MEMBERS_EACH, WATCHES_EACH, Keeping, RegistryServer, Watching
 from aiote.discovery.wire import MemberRecord, RosterUpdate
-from aiote.service.endpoint import Endpoint
+from aiote.service.endpoint import CallEndpoint
 from aiote.service.errors import CallLostError
 from aiote.service.link import Link
 from aiote.service.members import AGAIN_S, CONNECTING, MOST_AGAIN_S, Chooser
@@ -153,7 +153,7 @@ async def test_a_client_takes_no_more_members_than_may_be(monkeypatch):
         assert not registry.in_touch
 
 
-class Given:
+class FixedMembers:
     """Members that are where a test says."""
 
     def __init__(self, *addresses: aiote.Address) -> None:
@@ -179,12 +179,12 @@ async def test_a_few_members_are_connected_at_a_time():
 
     async with opened("sim") as engine, anyio.create_task_group() as group:
         silent = [address(7, number) for number in range(1, 2000)]
-        chooser = Chooser(Given(*silent, address(8, 1)), Endpoint.of(engine), reach)  # type: ignore[arg-type]
+        chooser = Chooser(FixedMembers(*silent, address(8, 1)), CallEndpoint.of(engine), reach)  # type: ignore[arg-type]
         group.start_soon(chooser.choose, METHOD, ())
         await until(lambda: len(under_way) == 2)
         assert {one.port for one in under_way} == {7, 8}
         many = [address(port, port) for port in range(100, 200)]
-        other = Chooser(Given(*many), Endpoint.of(engine), reach)  # type: ignore[arg-type]
+        other = Chooser(FixedMembers(*many), CallEndpoint.of(engine), reach)  # type: ignore[arg-type]
         under_way.clear()
         group.start_soon(other.choose, METHOD, ())
         await until(lambda: len(under_way) == CONNECTING)
@@ -201,7 +201,7 @@ async def test_a_member_that_cannot_be_reached_is_left_alone_for_ever_longer():
         raise CallLostError(method, "nobody is there", "no")
 
     async with opened("sim") as engine:
-        chooser = Chooser(Given(), Endpoint.of(engine), reach)  # type: ignore[arg-type]
+        chooser = Chooser(FixedMembers(), CallEndpoint.of(engine), reach)  # type: ignore[arg-type]
         pauses = []
         for _ in range(9):
             await chooser._connect(address(7, 1), METHOD)

@@ -11,8 +11,8 @@ import pytest
 
 import aiote
 from aiote import service
-from aiote.service.endpoint import Endpoint
-from aiote.service.frames import CallFrame, Cancel, End, Frame, HelloFrame, Status, pack, unpack
+from aiote.service.endpoint import CallEndpoint
+from aiote.service.frames import CallFrame, CallStatus, Cancel, End, Frame, HelloFrame, pack, unpack
 from aiote.service.memory import Budget
 from aiote.service.server import EACH
 from aiote.service.unsent import CROWDED_BYTES
@@ -109,7 +109,7 @@ async def test_the_greediest_is_refused_first():
             async with anyio.create_task_group() as group:
                 group.start_soon(ask)
                 end = await _end(liar)
-                assert (end.slot, end.status) == (4, Status.BUSY)
+                assert (end.slot, end.status) == (4, CallStatus.BUSY)
                 await liar.send(peer, pack([Cancel(slot, 1) for slot in range(4)]))
             assert answer == [b"xxx"]
 
@@ -148,4 +148,4 @@ async def test_calls_before_the_greeting_are_charged():
         for frame in frames:
             liar.submit_send(peer, pack([frame]))
         assert "calls without a greeting" in await peer.wait_closed()
-        await until(lambda: not Endpoint.of(there).budget.waiting)
+        await until(lambda: not CallEndpoint.of(there).budget.waiting)

@@ -195,7 +195,7 @@ def test_tokens_follow_the_version_of_the_weights(host, loaded):
 def test_a_trainer_that_dies_leaves_an_error_and_the_next_one_works(host, loaded, die_at):
     host.serve([2], die_at=die_at)
     (error,) = host.errors
-    assert error.startswith("UpdateError: ")
+    assert error.startswith("BroadcastError: ")
     assert "sender 0" in error
     # Layers are old or new, each whole: it generates something.
     assert len(host.tokens()) == 12

@@ -12,12 +12,12 @@ from typing import Any
 import anyio
 
 import aiote
-from aiote.kvcache.moving import Batch
+from aiote.kvcache.moving import TransferBatch
 
 PATTERN = 0xA5
 
 
-class HeldBatch(Batch):
+class HeldBatch(TransferBatch):
     """The transfers of a request, each of which waits for up to `seconds`; with infinity the second waits for ever."""
 
     seconds = 0.0
@@ -65,7 +65,7 @@ class Mishaps:
         """Have every transfer of pages be one that can be held up."""
         from aiote.kvcache import consumer, producer
 
-        consumer.Batch = producer.Batch = HeldBatch  # type: ignore[misc]
+        consumer.TransferBatch = producer.TransferBatch = HeldBatch  # type: ignore[misc]
 
     def slow(self, seconds: float) -> None:
         """Have the rank that moves pages wait for up to so long before each layer; for ever after the first one, with

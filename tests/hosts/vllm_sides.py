@@ -51,13 +51,13 @@ def registrations() -> list[tuple[int, int]]:
     """Return where all memory lies that is registered from now on, and its length, as it is."""
     from aiote.rails.rail_set import RailSet
 
-    keep, found = RailSet.keep, []
+    keep, found = RailSet.keep_memory, []
 
     def kept(rails: Any, memory: Any) -> Any:
         found.append((memory.address, memory.length))
         return keep(rails, memory)
 
-    RailSet.keep = kept
+    RailSet.keep_memory = kept
     return found
 
 

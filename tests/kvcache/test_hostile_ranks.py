@@ -12,7 +12,7 @@ import pytest
 import aiote
 from aiote import service
 from aiote.kvcache.mapping import PageRow
-from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
+from aiote.kvcache.protocol import Opened, Pinned, PushRequest, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import CacheSpec
 from claims import WRONG, claimed
 from engines import opened
@@ -42,7 +42,7 @@ class Liar:
         await self.nothing("open")
         return Opened(1, self.memories)
 
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None:
+    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None:
         await self.nothing("push")
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:

@@ -15,9 +15,9 @@ import pytest
 import aiote
 from aiote import service
 from aiote.kvcache.mapping import MappingError
-from aiote.kvcache.moving import Batch
+from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import MOST_SESSIONS
-from aiote.kvcache.protocol import Fetch, Row, TransferRefused, Transfers
+from aiote.kvcache.protocol import PushRequest, SentPageRow, TransferRefused, Transfers
 from aiote.kvcache.tensors import CacheSpec
 from claims import WRONG, claimed
 from engines import opened, until
@@ -45,8 +45,8 @@ class Liar:
         return (await self.client.open(part or self.part, list(range(MODEL.layers)), lent)).session
 
     async def push(self, **lies: Any) -> None:
-        rows = {0: Row(np.arange(5), 0)}
-        fetch = Fetch(await self.open() if "session" not in lies else 0, "r", TOKENS, 7, rows)
+        rows = {0: SentPageRow(np.arange(5), 0)}
+        fetch = PushRequest(await self.open() if "session" not in lies else 0, "r", TOKENS, 7, rows)
         async for _ in self.client.push(msgspec.structs.replace(fetch, **lies)):
             pass
 
@@ -130,11 +130,11 @@ async def test_memory_that_is_not_the_callers_own_is_not_written_to():
         {"session": 99},
         {"tokens": TOKENS + 1},
         {"imm": (1 << 28) - 1},
-        {"rows": {0: Row(np.array([-1]), 0)}},
-        {"rows": {0: Row(np.array([1 << 62]), 0)}},
-        {"rows": {0: Row(np.zeros((2, 2), np.int64), 0)}},
-        {"rows": {0: Row(np.array([1, 2, 3, 12]), 0)}},
-        {"rows": {0: Row(np.arange(1 << 20), 0)}, "tokens": 1 << 39},
+        {"rows": {0: SentPageRow(np.array([-1]), 0)}},
+        {"rows": {0: SentPageRow(np.array([1 << 62]), 0)}},
+        {"rows": {0: SentPageRow(np.zeros((2, 2), np.int64), 0)}},
+        {"rows": {0: SentPageRow(np.array([1, 2, 3, 12]), 0)}},
+        {"rows": {0: SentPageRow(np.arange(1 << 20), 0)}, "tokens": 1 << 39},
     ],
 )
 async def test_a_request_that_does_not_fit_is_refused(lies):
@@ -219,7 +219,7 @@ async def test_a_session_has_a_request_moved_once_at_a_time(reads):
                 await anyio.sleep_forever()
 
         async def ask() -> None:
-            fetch = Fetch(session, "r", TOKENS, 7, {0: Row(np.arange(5), 0)})
+            fetch = PushRequest(session, "r", TOKENS, 7, {0: SentPageRow(np.arange(5), 0)})
             with pytest.raises(TransferRefused) as caught:
                 async for _ in liar.client.pull(session, "r") if reads else liar.client.push(fetch):
                     pass
@@ -263,10 +263,10 @@ async def test_readers_that_come_and_go_keep_no_pages():
 async def test_a_reader_that_takes_no_writes_keeps_no_pages(monkeypatch, after):
     """Its engine lives and says so; for more than the first few writes there is no room."""
     begun_writes = []
-    submit = Batch.submit
-    monkeypatch.setattr(Batch, "has_room", property(lambda _: len(begun_writes) < after))
-    monkeypatch.setattr(Batch, "room", lambda _: anyio.sleep_forever())
-    monkeypatch.setattr(Batch, "submit", lambda *call: (begun_writes.append(call), submit(*call)))
+    submit = TransferBatch.submit
+    monkeypatch.setattr(TransferBatch, "has_room", property(lambda _: len(begun_writes) < after))
+    monkeypatch.setattr(TransferBatch, "room", lambda _: anyio.sleep_forever())
+    monkeypatch.setattr(TransferBatch, "submit", lambda *call: (begun_writes.append(call), submit(*call)))
     async with lying(match_timeout=7, renewal_limit=30) as liar, anyio.create_task_group() as group:
         here, _ = liar.world.rows(TOKENS)
         begun = anyio.current_time()

@@ -11,9 +11,9 @@ import pytest
 
 import aiote
 from aiote.kvcache.mapping import MappingError, PageRow
-from aiote.kvcache.moving import Batch
+from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.protocol import TransferRefused
-from aiote.service.background import Bell
+from aiote.service.background import LazySignal
 from engines import fabric, pair, until
 from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, expected, fill, same
@@ -133,16 +133,16 @@ async def test_a_program_that_gives_a_request_up_tells_its_readers(reads):
 def started(monkeypatch: pytest.MonkeyPatch) -> list[aiote.Transfer]:
     """Collect what requests start, on whichever side."""
     found: list[aiote.Transfer] = []
-    submit = Batch.submit
+    submit = TransferBatch.submit
 
-    def noted(self: Batch, start: Callable[..., aiote.Transfer], *arguments: object) -> None:
+    def noted(self: TransferBatch, start: Callable[..., aiote.Transfer], *arguments: object) -> None:
         def run() -> aiote.Transfer:
             found.append(start(*arguments))
             return found[-1]
 
         submit(self, run)
 
-    monkeypatch.setattr(Batch, "submit", noted)
+    monkeypatch.setattr(TransferBatch, "submit", noted)
     return found
 
 
@@ -170,14 +170,14 @@ async def test_nothing_lands_in_pages_of_a_request_that_was_left(reads, started)
 @pytest.mark.parametrize("why", ["old", "large"])
 async def test_a_rank_that_does_not_confirm_is_disconnected_and_asked_anew(why, started, monkeypatch):
     """It may have stopped and cannot say so, or it has not: then it no longer can."""
-    stuck, drain = anyio.Event(), Batch.drain
+    stuck, drain = anyio.Event(), TransferBatch.drain
 
-    async def late(self: Batch) -> None:
+    async def late(self: TransferBatch) -> None:
         with anyio.move_on_after(60):
             await stuck.wait()
         await drain(self)
 
-    monkeypatch.setattr(Batch, "drain", late)
+    monkeypatch.setattr(TransferBatch, "drain", late)
     limits = {"confirm_timeout": 3} | ({"quarantine_pages": 4} if why == "large" else {})
     async with world("sim", Side(), Side(), MODEL, **limits) as w, anyio.create_task_group() as group:
         here, there = w.rows(TOKENS)
@@ -286,7 +286,7 @@ async def test_nothing_of_a_lost_connection_is_started_over_the_next_one():
         write = functools.partial(
             left.submit_write, left.register(b"too late"), left.attach(right.register(memory).descriptor)
         )
-        batch = Batch(left, peer, Bell())
+        batch = TransferBatch(left, peer, LazySignal())
         right.find_peer(left.address).disconnect("enough")
         await peer.wait_closed()
         with pytest.raises(aiote.PeerLostError, match="enough"):

@@ -11,11 +11,11 @@ import pytest
 import aiote
 from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
-from aiote.kvcache.moving import Batch
+from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import MOST_SESSIONS, Producer
-from aiote.kvcache.protocol import Fetch, TransferRefused, rows_to
+from aiote.kvcache.protocol import PushRequest, TransferRefused, rows_to
 from aiote.kvcache.tensors import Cache
-from aiote.service.endpoint import Endpoint, Limits
+from aiote.service.endpoint import CallEndpoint, Limits
 from engines import PATIENCE_S, fabric, opened, until
 from kv_worlds import BEFORE, decode, prefill, served, world
 from mapped_caches import Model, Side, built, expected, fill, same
@@ -78,7 +78,7 @@ async def test_a_producer_refuses_a_row_that_ends_before_the_last_token():
         (link,) = await w.consumers[0]._links.group(w.places, reads=False)
         rows = rows_to({0: PageRow(there[0].pages[:3])})
         with pytest.raises(aiote.AioteError, match="19 tokens are to be moved.* group 0 ends at token 12 "):
-            async for _ in link.client.push(Fetch(link.session, "r", TOKENS, 0, rows)):
+            async for _ in link.client.push(PushRequest(link.session, "r", TOKENS, 0, rows)):
                 raise AssertionError
 
 
@@ -102,13 +102,13 @@ async def test_tokens_may_be_an_integer_of_numpy():
 
 async def test_a_request_that_was_left_leaves_no_counters_in_use(monkeypatch):
     """What is on its way is counted when nobody waits for it any more."""
-    drain = Batch.drain
+    drain = TransferBatch.drain
 
-    async def late(self: Batch) -> None:
+    async def late(self: TransferBatch) -> None:
         await anyio.sleep(1)
         await drain(self)
 
-    monkeypatch.setattr(Batch, "drain", late)
+    monkeypatch.setattr(TransferBatch, "drain", late)
     async with world("sim", Side(), Side(), MODEL, confirm_timeout=5) as w, anyio.create_task_group() as group:
         here, there = w.rows(TOKENS)
         engine, landed = w.consumers[0].engine, []
@@ -126,7 +126,7 @@ async def test_a_request_that_was_left_leaves_no_counters_in_use(monkeypatch):
 
 
 def counted(engine: aiote.Engine, immediates: range) -> list[bool]:
-    return [bool(engine._runtime.core.counted(number)) for number in immediates]
+    return [bool(engine._runtime.core.is_counted(number)) for number in immediates]
 
 
 def noted(confirmed: Callable, engine: aiote.Engine, numbers: range, landed: list[bool]) -> Callable:
@@ -196,7 +196,7 @@ async def test_as_many_pulls_at_once_as_there_are_calls_all_end_well():
     with anyio.fail_after(10 * PATIENCE_S):
         async with opened("sim") as here, opened("sim") as there:
             for engine in here, there:
-                Endpoint.of(engine, Limits(slots=4))
+                CallEndpoint.of(engine, Limits(slots=4))
             async with (
                 Producer(here, left.caches[0]) as producer,
                 Consumer(there, right.caches[0]) as consumer,

@@ -17,7 +17,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("aiote", "aiote_native")
 
 # What plans an update of weights computes, as the core does, and must run anywhere.
-PLANNER = ("balance", "boxes", "cells", "copies", "deal", "dtypes", "entries", "layout", "placement", "plan", "recipe")
+PLANNER = (
+    "assignment",
+    "balance",
+    "boxes",
+    "cells",
+    "copies",
+    "dtypes",
+    "entries",
+    "layout",
+    "placement",
+    "plan",
+    "recipe",
+)
 PLANNER += ("copy_log", "record", "stand_in", "tasks", "traced", "traced_numpy", "traced_torch", "watched")
 ROUNDS = ("config", "plan", "states", "wire")
 PURE = ("aiote.core.", *(f"aiote.weights.{name}" for name in PLANNER), "aiote.connectors.buckets")

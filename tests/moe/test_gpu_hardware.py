@@ -90,7 +90,7 @@ def test_a_captured_round_is_replayed_with_other_tokens(place):
     at, sent = place.there(np.zeros((TOKENS, TOP_K), np.int32)), place.there(np.zeros((80, 2 * HIDDEN), np.uint8))
 
     def body() -> None:
-        opened.numbered(ids, *shape, at, begins=True, raises=1)
+        opened.number_rows(ids, *shape, at, begins=True, raises=1)
         opened.pack(sent, sent, 0, 0, at, x, x[:, :0], x[:, :0], 0, 0, raises=2)
         opened.combine(sums, sent, at, weights, "bfloat16", False, raises=3)
 
@@ -107,7 +107,7 @@ def test_a_captured_round_is_replayed_with_other_tokens(place):
         replay()
         assert opened.words[1:4].tolist() == [number] * 3
         positions, packed, expected = np.empty((TOKENS, TOP_K), np.int32), place.back(sent).copy(), place.back(sums) * 0
-        kernels.numbered(drawn, *shape, positions)
+        kernels.number_rows(drawn, *shape, positions)
         kernels.pack(packed, packed, 0, 0, positions, rows, rows[:, :0], rows[:, :0], 0, 0)
         kernels.combine(expected, packed, positions, factors, "bfloat16", False)
         assert place.back(sent).tobytes() == packed.tobytes()

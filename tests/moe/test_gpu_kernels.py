@@ -89,9 +89,9 @@ def test_numbers_of_rows_and_of_copies(place, seed, tokens, top_k, experts, rank
     ids = ids_of(rng, tokens, top_k, experts, np.int32, np.int64, np.uint32)
     shape = experts, -(-experts // ranks), ranks, by_rank
     out, twin = place.there(np.full((tokens, top_k), 77, np.int32)), np.empty((2, tokens, top_k), np.int32)
-    found = place.opened(rng, experts, ranks).numbered(place.there(ids), *shape, out)
+    found = place.opened(rng, experts, ranks).number_rows(place.there(ids), *shape, out)
     known = ids.astype(np.int32)
-    for numbered, wanted in zip((kernels.numbered, moe_twins.numbered), twin, strict=True):
+    for numbered, wanted in zip((kernels.number_rows, moe_twins.numbered), twin, strict=True):
         expected = numbered(known, *shape, wanted)
         assert place.back(out).tolist() == wanted.tolist()
         assert [place.back(one).tolist() for one in found] == [one.tolist() for one in expected]
@@ -109,7 +109,7 @@ def test_numbers_of_rows_and_of_copies(place, seed, tokens, top_k, experts, rank
 def test_rows_are_packed(place, seed, tokens, top_k, width, scales, by_rank):
     rng = np.random.default_rng(seed)
     at = np.empty((tokens, top_k), np.int32)
-    rows, copies = kernels.numbered(ids_of(rng, tokens, top_k, 6, np.int64), 6, 2, 3, by_rank, at)
+    rows, copies = kernels.number_rows(ids_of(rng, tokens, top_k, 6, np.int64), 6, 2, 3, by_rank, at)
     sent = copies if by_rank else rows.reshape(3, 2).sum(1)
     first, last = int(sent[0]), int(sent[0] + sent[1])
     x, beside, tail = memory(rng, tokens, width), memory(rng, tokens, scales), memory(rng, tokens, 4 + 8 * top_k)
@@ -226,7 +226,7 @@ def test_a_flag_is_raised_by_each_round_even_without_rows(place):
     empty, no_ids = place.there(np.zeros((0, 2), np.int32)), place.there(np.zeros((0, 2), np.int64))
     rows = place.there(np.zeros((3, 16), np.uint8))
     for number in (1, 2, 3):
-        opened.numbered(no_ids, 4, 2, 2, False, empty, begins=True, raises=1)
+        opened.number_rows(no_ids, 4, 2, 2, False, empty, begins=True, raises=1)
         opened.words[2] = number
         opened.pack(rows, rows, 0, 0, empty, rows[:0], rows[:0], rows[:0], 0, 0, waits=2, raises=3)
         opened.copy_runs(rows, rows, place.there(np.zeros((0, 3), np.int64)), 16, waits=2, raises=4)
@@ -238,7 +238,7 @@ def test_a_flag_is_raised_by_each_round_even_without_rows(place):
 def test_an_aborted_round_touches_nothing(place):
     """Though the flag that a kernel waits for is never raised."""
     opened = place.opened(np.random.default_rng(1), 4, 2)
-    opened.numbered(
+    opened.number_rows(
         place.there(np.zeros((1, 2), np.int32)), 4, 2, 2, False, place.there(np.zeros((1, 2), np.int32)), begins=True
     )
     opened.words[0] = 1
@@ -261,11 +261,11 @@ def test_arrays_that_kernels_cannot_take_are_refused(place):
     with pytest.raises(aiote.UsageError, match="expected uint8"):
         opened.copy_runs(places, rows, place.there(np.zeros((0, 3), np.int64)), 4)
     with pytest.raises(aiote.UsageError, match="int32, uint32 or int64"):
-        opened.numbered(place.there(np.zeros((2, 1))), 4, 2, 2, False, places)
+        opened.number_rows(place.there(np.zeros((2, 1))), 4, 2, 2, False, places)
     with pytest.raises(aiote.UsageError, match="lie together"):
-        opened.numbered(place.there(np.zeros((2, 2), np.int32))[:, :1], 4, 2, 2, False, places)
+        opened.number_rows(place.there(np.zeros((2, 2), np.int32))[:, :1], 4, 2, 2, False, places)
     with pytest.raises(aiote.UsageError, match="opened for 6"):
-        opened.numbered(places, 5, 3, 2, False, places)
+        opened.number_rows(places, 5, 3, 2, False, places)
     with pytest.raises(aiote.UsageError, match="GPU's memory"):
         opened.copy_runs([[1]], rows, places, 4)
 
@@ -288,12 +288,12 @@ def test_a_round_is_described(place, seed, tokens, top_k, experts, ranks, most, 
     me = int(rng.integers(ranks))
     weights = rng.standard_normal((tokens, top_k)).astype(np.float32)
     known, at = ids.astype(np.int32), np.empty((2, tokens, top_k), np.int32)
-    rows, copies = kernels.numbered(known, experts, local, ranks, False, at[0])
-    kernels.numbered(known, experts, local, ranks, True, at[1])
+    rows, copies = kernels.number_rows(known, experts, local, ranks, False, at[0])
+    kernels.number_rows(known, experts, local, ranks, True, at[1])
     opened = place.opened(rng, experts, ranks)
     here, (position, copy) = place.there(ids), [place.there(np.empty_like(one)) for one in at]
-    counts = opened.numbered(here, experts, local, ranks, False, position)
-    opened.numbered(here, experts, local, ranks, True, copy)
+    counts = opened.number_rows(here, experts, local, ranks, False, position)
+    opened.number_rows(here, experts, local, ranks, True, copy)
     tail = memory(rng, tokens, 4 + 8 * top_k, 4)
     made = [np.empty_like(weights), np.empty_like(at[0]), np.empty_like(at[0])]
     made += [np.zeros(1 + experts + ranks, np.uint32), *np.zeros((3, ranks - 1), np.int64)]

@@ -174,7 +174,7 @@ async def test_a_gpu_that_is_busy_for_too_long_is_an_error_and_its_memory_is_kep
         assert not group.memory._regions
         assert lane in device_round._kept
         gpu.go_on()
-        await until(lambda: lane.idle)
+        await until(lambda: lane.is_idle)
         device_round.keep()
         assert lane not in device_round._kept
     finally:
@@ -238,9 +238,11 @@ async def test_arrays_that_a_gpu_cannot_take_are_refused_and_nothing_is_broken(p
         assert group.membership.failure is None
 
 
-def _as(array: Any, kind: Any) -> device.Span:
+def _as(array: Any, kind: Any) -> device.KernelArray:
     """Return bytes at an odd address as larger elements, which no array of NumPy's or cupy's can be made to be."""
     found = array.__cuda_array_interface__
     rows, nbytes = found["shape"]
     size = np.dtype(kind).itemsize
-    return device.Span.at(found["data"][0], (rows, nbytes // size), np.dtype(kind).str, (found["strides"][0], size))
+    return device.KernelArray.at(
+        found["data"][0], (rows, nbytes // size), np.dtype(kind).str, (found["strides"][0], size)
+    )

@@ -114,7 +114,7 @@ def test_without_a_device_numpys_arrays_are_taken():
     opened = device.open_kernels(None, 4, 2)
     assert opened is kernels
     out = np.empty((1, 2), np.int32)
-    rows, _ = opened.numbered(np.array([[3, 0]]), 4, 2, 2, False, out)
+    rows, _ = opened.number_rows(np.array([[3, 0]]), 4, 2, 2, False, out)
     assert (rows.tolist(), out.tolist()) == ([1, 0, 0, 1], [[1, 0]])
 
 

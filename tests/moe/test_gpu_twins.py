@@ -16,7 +16,7 @@ import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.native_plan import NativePlan
-from aiote.moe.plan import Counts, Plan
+from aiote.moe.plan import Counts, RoundPlan
 from aiote.testing import Fabric, run
 from moe_devices import Place, check, drawn, mixed, turn
 from moe_ranks import all_of
@@ -32,12 +32,12 @@ class CheckedPlan(NativePlan):
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
         super().__init__(sizes, me, counts)
-        twin = Plan(sizes, me, counts)
+        twin = RoundPlan(sizes, me, counts)
         assert all(np.array_equal(getattr(self, name), getattr(twin, name)) for name in ARRAYS)
         assert (self.demand, self.overflows) == (twin.demand, twin.overflows)
         for rank in range(sizes.ranks):
             assert np.array_equal(self.runs(me, rank), twin.runs(me, rank))
-            assert np.array_equal(self.arrived(rank), twin.arrived(rank))
+            assert np.array_equal(self.received_runs(rank), twin.received_runs(rank))
             assert (self.arrivals(rank), self.replies(rank)) == (twin.arrivals(rank), twin.replies(rank))
 
 

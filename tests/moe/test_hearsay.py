@@ -195,7 +195,7 @@ def test_ranks_that_open_hear_that_another_broke_the_epoch_and_go_on_in_the_next
 @pytest.mark.parametrize("opens", [True, False])
 def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeypatch):
     """Ranks 0 and 1 have met rank 2, which is cancelled just before it could begin, in its opening or in a reset."""
-    reach = MoeGroup._reach
+    reach = MoeGroup._attach_inboxes
 
     async def main(fabric: Fabric) -> None:
         async with AsyncExitStack() as stack:
@@ -239,7 +239,7 @@ def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeyp
                 await anyio.sleep(0.05)
                 scope.cancel()
 
-            monkeypatch.setattr(MoeGroup, "_reach", stuck)
+            monkeypatch.setattr(MoeGroup, "_attach_inboxes", stuck)
             await all_of(lambda: live(0), lambda: live(1), cancelled, cancel)
 
     run(main, 1, rails=1, limit=30)

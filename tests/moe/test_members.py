@@ -294,7 +294,7 @@ async def test_a_number_is_taken_again_while_a_rank_is_still_in_the_earlier_grou
 
         async def slow() -> None:
             async with open_group(engines[1], members, 1, CONFIG) as group:
-                meet = group.meet
+                meet = group.admit_rank
 
                 async def noted(*given: Any) -> Any:
                     try:
@@ -302,7 +302,7 @@ async def test_a_number_is_taken_again_while_a_rank_is_still_in_the_earlier_grou
                     finally:
                         asked.set()
 
-                group.meet = noted
+                group.admit_rank = noted
                 both.set()
                 await asked.wait()
             await later(1)
@@ -347,9 +347,9 @@ async def test_two_groups_on_the_same_engines():
 def test_states_of_members():
     members = Membership(3, 1, masks=False)
     members.reset(1)
-    assert not members.told(0, 0, "old")
-    assert members.told(0, 1, "x")
-    assert not members.told(2, 1, "y")
+    assert not members.record_break(0, 0, "old")
+    assert members.record_break(0, 1, "x")
+    assert not members.record_break(2, 1, "y")
     with pytest.raises(GroupBrokenError, match="rank 0"):
         members.require_whole()
     with pytest.raises(aiote.UsageError, match="not later"):

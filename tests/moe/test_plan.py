@@ -13,7 +13,7 @@ import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.memory import LaneMap
-from aiote.moe.plan import Counts, Plan
+from aiote.moe.plan import Counts, RoundPlan
 from moe_twins import numbered
 
 # Four properties: ten thousand shapes in all at full length.
@@ -52,7 +52,7 @@ def worlds(draw: Any) -> World:
     return World(Sizes(config, ranks), [np.array(draw(rows), np.int64).reshape(-1, top_k) for _ in range(ranks)])
 
 
-def planned(world: World) -> tuple[list[Plan], list[Any]]:
+def planned(world: World) -> tuple[list[RoundPlan], list[Any]]:
     """Return the plan as each rank has it, and the positions of each rank's rows."""
     sizes, config = world.sizes, world.sizes.config
     experts = np.zeros((sizes.ranks, config.experts), np.int64)
@@ -62,7 +62,7 @@ def planned(world: World) -> tuple[list[Plan], list[Any]]:
         at = np.empty(ids.shape, np.int32)
         experts[rank], copies[rank] = numbered(ids, config.experts, sizes.local, sizes.ranks, False, at)
         positions.append(at)
-    return [Plan(sizes, rank, Counts(experts, copies)) for rank in range(sizes.ranks)], positions
+    return [RoundPlan(sizes, rank, Counts(experts, copies)) for rank in range(sizes.ranks)], positions
 
 
 def placed(world: World) -> tuple[dict[tuple[int, int, int], tuple[int, int] | None], dict[int, list[int]]]:
@@ -72,14 +72,14 @@ def placed(world: World) -> tuple[dict[tuple[int, int, int], tuple[int, int] | N
     counts: dict[int, list[int]] = {rank: [] for rank in range(sizes.ranks)}
     for rank in range(sizes.ranks):
         start = 0
-        for number in range(sizes.first(rank), sizes.first(rank) + sizes.held(rank)):
+        for number in range(sizes.first_expert_of(rank), sizes.first_expert_of(rank) + sizes.experts_of(rank)):
             wanted = [
                 (source, token, slot)
                 for source, ids in enumerate(world.ids)
                 for token, slot in np.argwhere(ids == number).tolist()
             ]
             if config.layout == "grouped":
-                start, room = (number - sizes.first(rank)) * sizes.rows, sizes.rows
+                start, room = (number - sizes.first_expert_of(rank)) * sizes.rows, sizes.rows
             else:
                 room = max(0, sizes.rows - start)
             for index, one in enumerate(wanted):
@@ -102,7 +102,7 @@ def test_every_row_has_its_place(world):
             for there, here, count in plan.runs(me, target).tolist():
                 first = int(plan.start[me, target])
                 found |= {first + here + i: (target, there + i) for i in range(count)}
-        dropped = plan.dropped(at.astype(np.int64))
+        dropped = plan.dropped_rows(at.astype(np.int64))
         for token, slot in np.argwhere(at >= 0).tolist():
             place = places[me, token, slot]
             assert found.get(int(at[token, slot])) == place
@@ -131,7 +131,7 @@ def test_senders_write_what_receivers_wait_for_and_nothing_else(world):
             early = sender.private(source, me)
             lines = {source * sizes.private + i: (source, i) for i in range(early)}
             beyond = sender.beyond(source, me) if not refused else np.zeros((0, 3), np.int64)
-            first = sizes.ranks * sizes.private + sender.shared(source, me)
+            first = sizes.ranks * sizes.private + sender.shared_start(source, me)
             lines |= {first + to + i: (source, at + i) for to, at, count in beyond.tolist() for i in range(count)}
             assert not lines.keys() & region.keys()
             region |= lines
@@ -140,7 +140,7 @@ def test_senders_write_what_receivers_wait_for_and_nothing_else(world):
         if not sizes.direct and not refused:
             for source in set(range(sizes.ranks)) - {me}:
                 wanted = {(to + i, at + i) for to, at, n in plan.runs(source, me).tolist() for i in range(n)}
-                got = {(to + i, region[at + i]) for to, at, n in plan.arrived(source).tolist() for i in range(n)}
+                got = {(to + i, region[at + i]) for to, at, n in plan.received_runs(source).tolist() for i in range(n)}
                 assert {(to, (source, at)) for to, at in wanted} == got
 
 

@@ -12,7 +12,7 @@ import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.native_plan import NativePlan
-from aiote.moe.plan import Counts, Plan
+from aiote.moe.plan import Counts, RoundPlan
 
 ARRAYS = (
     "by_rank", "first", "before", "base", "taken", "kept", "kept_rows", "sent", "start", "returned", "answer",
@@ -54,7 +54,7 @@ def shapes(draw: Any) -> tuple[Sizes, Counts]:
 def test_the_native_plan_is_the_plan(shape):
     sizes, counts = shape
     for me in range(0, sizes.ranks, 2):
-        plan, native = Plan(sizes, me, counts), NativePlan(sizes, me, counts)
+        plan, native = RoundPlan(sizes, me, counts), NativePlan(sizes, me, counts)
         event("rows overflow" if plan.overflows else "rows fit")
         for name in ARRAYS:
             one, other = getattr(plan, name), getattr(native, name)
@@ -63,9 +63,9 @@ def test_the_native_plan_is_the_plan(shape):
         assert (plan.demand, plan.overflows) == (native.demand, native.overflows)
         assert (plan.offsets() == native.offsets()).all()
         for rank in range(sizes.ranks):
-            for found in (Plan.arrivals, Plan.replies):
+            for found in (RoundPlan.arrivals, RoundPlan.replies):
                 assert found(plan, rank) == found(native, rank)
-            assert np.array_equal(plan.arrived(rank), native.arrived(rank))
+            assert np.array_equal(plan.received_runs(rank), native.received_runs(rank))
             for pair in ((me, rank), (rank, me)):
                 assert np.array_equal(plan.runs(*pair), native.runs(*pair))
                 assert not native.runs(*pair).flags.writeable

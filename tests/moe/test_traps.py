@@ -89,7 +89,7 @@ async def test_experts_that_are_no_multiple_of_the_ranks(provider, placement, co
     """Three experts: the last rank has fewer, or none at all."""
     one = config(placement=placement, experts=3, rows=99)
     async with over(provider, count, one) as groups:
-        assert groups[-1].sizes.held(count - 1) == (1 if count == 2 else 0)
+        assert groups[-1].sizes.experts_of(count - 1) == (1 if count == 2 else 0)
         for _ in range(2):
             await whole_round(groups, [Tokens(RNG, one, 6) for _ in groups])
 
@@ -250,7 +250,7 @@ async def test_rows_beyond_four_gigabytes(placement):
             async def one_rank(group: MoeGroup, own: Tokens) -> None:
                 batch = await group.dispatch(own.x, own.ids, own.weights)
                 for number, count in enumerate(batch.expert_num_tokens.tolist()):
-                    numbered = group.sizes.first(group.rank) + number
+                    numbered = group.sizes.first_expert_of(group.rank) + number
                     batch.y[number, :count] = expert(one, numbered, batch.x[number, :count])
                 assert (await group.combine(batch)).tobytes() == reference(one, own).tobytes()
 
@@ -341,6 +341,8 @@ def summed(group: Any, batch: Any) -> Any:
         for token in range(count):
             for slot, number in enumerate(batch.topk_ids[rank, token].tolist()):
                 if number >= 0:
-                    value = expert(group.config, group.sizes.first(group.rank) + number, batch.x[rank, token][None])[0]
+                    value = expert(
+                        group.config, group.sizes.first_expert_of(group.rank) + number, batch.x[rank, token][None]
+                    )[0]
                     y[rank, token] += batch.topk_weights[rank, token, slot] * value
     return y

@@ -10,16 +10,16 @@ import time
 import pytest
 
 import aiote
-from aiote_native.clocks import Alarm
+from aiote_native.clocks import NativeAlarm
 
 
-def readable(alarm: Alarm, seconds: float) -> bool:
+def readable(alarm: NativeAlarm, seconds: float) -> bool:
     return bool(select.select([alarm.fd], [], [], seconds)[0])
 
 
 @pytest.fixture
 def alarm():
-    made = Alarm()
+    made = NativeAlarm()
     yield made
     made.close()
 
@@ -63,7 +63,7 @@ def test_closing_frees_the_descriptor_once(alarm):
     with pytest.raises(OSError, match="Bad file descriptor"):
         alarm.set(1)
     with pytest.raises(RuntimeError, match="open already"):
-        Alarm.__init__(made := Alarm())
+        NativeAlarm.__init__(made := NativeAlarm())
     made.close()
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.buffers import Buffer, acquire
+from aiote_native.buffers import AcquiredBuffer, acquire
 
 
 class Cuda:
@@ -394,7 +394,7 @@ def test_a_buffer_keeps_its_lender_until_release() -> None:
 
 def test_a_cycle_of_lender_and_buffer_is_collected() -> None:
     class Lender(bytearray):
-        buffer: Buffer
+        buffer: AcquiredBuffer
 
     lender = Lender(8)
     lender.buffer = acquire(lender)
@@ -406,9 +406,9 @@ def test_a_cycle_of_lender_and_buffer_is_collected() -> None:
 
 def test_a_buffer_is_made_by_acquire_alone() -> None:
     with pytest.raises(TypeError, match=r"call acquire\(obj\)"):
-        Buffer(b"bytes")  # type: ignore[arg-type]
+        AcquiredBuffer(b"bytes")  # type: ignore[arg-type]
     buffer = acquire(b"bytes")
-    assert repr(buffer).startswith("<Buffer of bytes, 5 bytes read-only, at 0x")
+    assert repr(buffer).startswith("<AcquiredBuffer of bytes, 5 bytes read-only, at 0x")
     for copied in (copy.copy, pickle.dumps):
         with pytest.raises(TypeError):
             copied(buffer)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.libfabric
 PROGRAM = r"""
 import gc, os, signal, sys, warnings
 import numpy as np
-from aiote.rails import CounterWait, ForkError, Operation, PageIndex, Watch, acquire
+from aiote.rails import CounterWait, ForkError, Operation, PageIndex, ValueWatch, acquire
 from rail_pair import KINDS, Pair, filled, opened
 
 warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the very case
@@ -35,8 +35,8 @@ def started(pair, source, target, handle):
         "wake": core.wake,
         "add_peer": lambda: core.add_peer(None),
         "counter": lambda: core.counter(5),
-        "counted": lambda: core.counted(5),
-        "watch": lambda: core.watch(Watch(acquire(bytearray(8))), 0),
+        "counted": lambda: core.is_counted(5),
+        "watch": lambda: core.watch(ValueWatch(acquire(bytearray(8))), 0),
         "write": lambda: core.submit_single(*single),
         "pages": lambda: core.submit_pages(*pages),
         "send": lambda: core.submit_send(link, Operation(), b"x"),
@@ -81,7 +81,7 @@ with opened(kind, threaded) as rails:
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(1 << 20)), pair.b.register(1 << 20)
     handle, value = pair.a.count(1), np.zeros(1, np.uint64)
-    waiting, watched = pair.a.wait(handle, 1), Watch(acquire(value))
+    waiting, watched = pair.a.wait(handle, 1), ValueWatch(acquire(value))
     pair.a.core.watch(watched, 0)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
     pair.a.core.expect_messages(1)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.heartbeat_clock import HeartbeatClock
-from aiote.rails import Pulse, look_over
+from aiote.rails import Pulse, check_pulses
 from rail_pair import Kind, Pair, filled, opened
 
 INTERVAL, LIMIT, EARLY = 1.0, 4.0, 0.25
@@ -30,17 +30,17 @@ def pair() -> Iterator[Pair]:
 def called(clock: HeartbeatClock | Pulse, call: str, now: float) -> object:
     match call:
         case "due":
-            return clock.due(now)
+            return clock.is_due(now)
         case "early":
-            return clock.due(now, EARLY)
+            return clock.is_due(now, EARLY)
         case "expired":
-            return clock.expired(now)
+            return clock.is_expired(now)
         case "next":
             return clock.next_deadline(now)
         case "sent":
-            return clock.sent(now)
+            return clock.record_sent(now)
         case _:
-            return clock.heard(now)
+            return clock.record_heard(now)
 
 
 @given(st.lists(st.tuples(CALLS, QUARTERS), max_size=40), st.sampled_from([None, 0.25, 3.0]))
@@ -65,8 +65,8 @@ def beat(_now: float) -> float:
 def followed(pair: Pair, now: float = 0.0) -> Pulse:
     """Return a's pulse of b, whose page it has."""
     pulse = Pulse(INTERVAL, LIMIT)
-    pulse.heard(now)
-    pulse.follow(pair.ab)
+    pulse.record_heard(now)
+    pulse.follow_link(pair.ab)
     return pulse
 
 
@@ -75,7 +75,7 @@ def test_a_peer_whose_count_goes_on_lives_and_costs_no_call(pair):
     assert pulse.shared
     for step in range(1, 100):
         pair.b.core.wakeup_event.beat()
-        wanted, due = look_over({beat: pulse}, step / 2, EARLY)
+        wanted, due = check_pulses({beat: pulse}, step / 2, EARLY)
         assert wanted == []
         assert step / 2 < due <= step / 2 + INTERVAL / 2
 
@@ -87,11 +87,11 @@ def test_a_peer_whose_count_stands_still_is_found_at_the_limit(pair, beats):
     for _ in range(beats):
         now += INTERVAL / 2
         pair.b.core.wakeup_event.beat()
-        assert look_over({beat: pulse}, now, EARLY)[0] == []
+        assert check_pulses({beat: pulse}, now, EARLY)[0] == []
     last = now
-    while not look_over({beat: pulse}, now, EARLY)[0]:
+    while not check_pulses({beat: pulse}, now, EARLY)[0]:
         now += INTERVAL / 4
-    assert pulse.expired(now)
+    assert pulse.is_expired(now)
     assert last + LIMIT - INTERVAL <= now <= last + LIMIT
 
 
@@ -99,10 +99,10 @@ def test_a_peer_that_does_not_count_is_sent_heartbeats():
     with opened(Kind("socket")) as rails:
         pulse = followed(Pair.of(rails))
         assert not pulse.shared
-        assert look_over({beat: pulse}, 0.0, EARLY)[0] == [beat]
-        pulse.sent(0.0)
-        assert look_over({beat: pulse}, 0.5, EARLY) == ([], 1.0)
-        assert look_over({beat: pulse}, 0.75, EARLY)[0] == [beat]
+        assert check_pulses({beat: pulse}, 0.0, EARLY)[0] == [beat]
+        pulse.record_sent(0.0)
+        assert check_pulses({beat: pulse}, 0.5, EARLY) == ([], 1.0)
+        assert check_pulses({beat: pulse}, 0.75, EARLY)[0] == [beat]
 
 
 def test_what_is_under_way_is_looked_at_until_it_has_been_seen_to_end(pair):
@@ -112,12 +112,12 @@ def test_what_is_under_way_is_looked_at_until_it_has_been_seen_to_end(pair):
     done = pair.a.write(pair.ab, source, target.remote)
     for _ in range(3):
         pair.b.core.wakeup_event.beat()
-        assert look_over({beat: pulse}, now, EARLY)[0] == [beat]
+        assert check_pulses({beat: pulse}, now, EARLY)[0] == [beat]
         now += INTERVAL / 2
     pair.rails.finish(done)
     for expected in ([beat], [], []):
         pair.b.core.wakeup_event.beat()
-        assert look_over({beat: pulse}, now, EARLY)[0] == expected
+        assert check_pulses({beat: pulse}, now, EARLY)[0] == expected
         now += INTERVAL / 2
 
 
@@ -126,13 +126,13 @@ def test_those_without_a_pulse_and_the_attentive_are_called_each_time(pair):
     pulse.attentive = True
     others = [lambda _now: 0.0, lambda _now: 1.0]
     beats = {others[0]: None, beat: pulse, others[1]: None}
-    assert look_over(beats, 0.25, EARLY) == ([others[0], beat, others[1]], math.inf)
+    assert check_pulses(beats, 0.25, EARLY) == ([others[0], beat, others[1]], math.inf)
 
 
 def test_a_link_that_was_closed_is_followed_no_further(pair):
     pulse = followed(pair)
     pair.a.close_link(pair.ab)
     now = 0.25
-    while not look_over({beat: pulse}, now, EARLY)[0]:
+    while not check_pulses({beat: pulse}, now, EARLY)[0]:
         now += INTERVAL / 4
     assert now == LIMIT

@@ -66,7 +66,7 @@ COLLECTED = (
             "under_way": (link.under_way,),
             "holding": (link.holding, pair.b.operation()),
             "failed_peers": (core.failed_peers,),
-            "noticed": (core.noticed,),
+            "noticed": (core.noticed_peers,),
             "reap": (core.reap,),
             "progress": (core.progress,),
         }

@@ -42,7 +42,7 @@ def test_numbers_of_rows_and_of_copies(seed, tokens, top_k, experts, ranks, by_r
     ids = ids_of(np.random.default_rng(seed), tokens, top_k, experts)
     shape = experts, -(-experts // ranks), ranks
     ours, theirs = np.empty((2, tokens, top_k), np.int32)
-    found = kernels.numbered(ids, *shape, by_rank, ours)
+    found = kernels.number_rows(ids, *shape, by_rank, ours)
     expected = moe_twins.numbered(ids, *shape, by_rank, theirs)
     assert ours.tolist() == theirs.tolist()
     assert [one.tolist() for one in found] == [one.tolist() for one in expected]
@@ -53,7 +53,7 @@ def test_numbers_of_rows_and_of_copies(seed, tokens, top_k, experts, ranks, by_r
 def test_rows_are_packed(seed, tokens, top_k, width, scales, by_rank):
     rng = np.random.default_rng(seed)
     at = np.empty((tokens, top_k), np.int32)
-    rows, copies = kernels.numbered(ids_of(rng, tokens, top_k, 6), 6, 2, 3, by_rank, at)
+    rows, copies = kernels.number_rows(ids_of(rng, tokens, top_k, 6), 6, 2, 3, by_rank, at)
     sent = copies if by_rank else rows.reshape(3, 2).sum(1)
     first, last = int(sent[0]), int(sent[0] + sent[1])
     x, beside, tail = memory(rng, tokens, width), memory(rng, tokens, scales), memory(rng, tokens, 4 + 8 * top_k)

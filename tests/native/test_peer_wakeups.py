@@ -277,7 +277,7 @@ def test_a_slot_beyond_the_page_is_refused():
         pending = a.rail_set.open_channel(0, 0)
         link = a.core.add_peer(b)
         wakeup = b.core.wakeup_event
-        pending.take([os.dup(wakeup.memory_fd)], wakeup.address)
+        pending.map_memory([os.dup(wakeup.memory_fd)], wakeup.address)
         assert not pending.refused
         with pytest.raises(FabricError, match="no such wake-up slot"):
             a.rail_set.join(link, pending, pending.address, 0, 0, (1000, 0))

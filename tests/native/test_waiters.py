@@ -12,17 +12,17 @@ import pytest
 
 from aiote.aio.waiting import wake
 from aiote_native.core import Core
-from aiote_native.waiters import Waiter
+from aiote_native.waiters import NativeWaiter
 
 
-def waiter() -> Waiter:
-    return Waiter(asyncio.get_running_loop(), asyncio.CancelledError)
+def waiter() -> NativeWaiter:
+    return NativeWaiter(asyncio.get_running_loop(), asyncio.CancelledError)
 
 
-async def asleep(*waiters: Waiter, log: list[object] | None = None) -> list[asyncio.Task[None]]:
+async def asleep(*waiters: NativeWaiter, log: list[object] | None = None) -> list[asyncio.Task[None]]:
     """Start a task on each waiter, and return when all of them sleep."""
 
-    async def sleep(one: Waiter) -> None:
+    async def sleep(one: NativeWaiter) -> None:
         await one
         if log is not None:
             log.append(one)
@@ -99,7 +99,7 @@ async def test_a_task_keeps_its_context():
     name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="")
     seen = []
 
-    async def sleep(one: Waiter) -> None:
+    async def sleep(one: NativeWaiter) -> None:
         name.set("mine")
         await one
         seen.append(name.get())
@@ -116,7 +116,7 @@ async def test_a_task_keeps_its_context():
 async def test_a_waiter_of_another_loop_is_refused():
     other = asyncio.new_event_loop()
     try:
-        (task,) = await asleep(Waiter(other, asyncio.CancelledError))
+        (task,) = await asleep(NativeWaiter(other, asyncio.CancelledError))
         with pytest.raises(RuntimeError, match="attached to a different loop"):
             await task
     finally:
@@ -125,7 +125,7 @@ async def test_a_waiter_of_another_loop_is_refused():
 
 async def test_waking_when_its_loop_was_closed_does_nothing():
     other = asyncio.new_event_loop()
-    one = Waiter(other, asyncio.CancelledError)
+    one = NativeWaiter(other, asyncio.CancelledError)
     one.add_done_callback(lambda _one: None)
     other.close()
     wake(one)
@@ -169,7 +169,7 @@ def test_a_core_without_peers_takes_turns_and_tells_when_it_may_sleep():
     try:
         before = core.statistics()["rounds"]
         for _ in range(10):
-            assert not core.turn(lambda _failed: [])
+            assert not core.run_turn(lambda _failed: [])
         # A round, and the one before it says that it may sleep.
         assert core.statistics()["rounds"] - before == 20
     finally:

@@ -14,7 +14,7 @@ import pytest
 
 from aiote_native.buffers import acquire
 from aiote_native.core import Core
-from aiote_native.waits import CounterWait, Watch, read_value
+from aiote_native.waits import CounterWait, ValueWatch, read_value
 from machine import LONG
 from rail_pair import KINDS, LIMIT_S, Kind, Pair, opened, readable
 
@@ -132,7 +132,7 @@ def test_a_wait_that_is_over_is_freed(pair: Pair):
     pair.rails.rest()
     assert handle.value == 1
     handle.close(discard=True)
-    assert not core.counted(1)
+    assert not core.is_counted(1)
 
 
 def test_a_core_that_closes_ends_its_waits():
@@ -141,7 +141,7 @@ def test_a_core_that_closes_ends_its_waits():
     handle, waits, told = core.counter(1), [Wait() for _ in range(3)], []
     for waiting in waits:
         handle.wait(waiting, 5)
-    watched = Watch(acquire(value))
+    watched = ValueWatch(acquire(value))
     watched.on_over = told.append
     core.watch(watched, 0)
     core.close()
@@ -191,12 +191,12 @@ def test_a_wait_goes_on_when_its_handle_is_closed(pair: Pair):
     handle.close(discard=True)
     handle.close()
     assert handle.value == 0
-    assert pair.b.core.counted(4)
+    assert pair.b.core.is_counted(4)
     with pytest.raises(RuntimeError, match="closed"):
         handle.wait(CounterWait(), 1)
     arrive(pair, 4)
     pair.rails.arrived(waiting)
-    assert not pair.b.core.counted(4)
+    assert not pair.b.core.is_counted(4)
 
 
 @pytest.mark.libfabric
@@ -208,14 +208,14 @@ def test_handles_share_one_count(pair: Pair):
     assert two.value == 3
     pair.rails.arrived(pair.b.wait(two, 2))
     two.close(discard=True)
-    assert not pair.b.core.counted(4)
+    assert not pair.b.core.is_counted(4)
     arrive(pair, 4)
     three = pair.b.core.counter(4)
     del three
     gc.collect()
-    assert pair.b.core.counted(4)  # a handle that is dropped discards nothing
+    assert pair.b.core.is_counted(4)  # a handle that is dropped discards nothing
     pair.b.core.counter(4).close(discard=True)
-    assert not pair.b.core.counted(4)
+    assert not pair.b.core.is_counted(4)
 
 
 def test_impossible_waits_are_refused():
@@ -288,7 +288,7 @@ def test_a_changed_value_is_noticed(width, threaded):
     top = (1 << (8 * width)) - 1
     old = 0
     for new in (1, top, top - 1, 1 << (8 * width - 1), 0, 5):
-        watched = Watch(acquire(values[1:2]))
+        watched = ValueWatch(acquire(values[1:2]))
         core.watch(watched, old)
         values[0], values[2] = new, top  # neighbours are not watched
         for _ in range(20):
@@ -308,7 +308,7 @@ def test_a_changed_value_is_noticed(width, threaded):
 @pytest.mark.parametrize("spin_us", [600_000_000, 0])
 def test_an_engine_that_only_watches_spins_after_a_change(spin_us):
     core, value = Core(spin_us=spin_us), np.zeros(1, np.uint64)
-    first, second = Watch(acquire(value)), Watch(acquire(value))
+    first, second = ValueWatch(acquire(value)), ValueWatch(acquire(value))
     core.watch(first, 0)
     value[0] = 1
     sleep_until(core, first)
@@ -321,7 +321,7 @@ def test_an_engine_that_only_watches_spins_after_a_change(spin_us):
 
 def test_a_value_that_differs_already_is_noticed_at_once():
     core, value = Core(spin_us=0), np.array([7], np.uint64)
-    watched = Watch(acquire(value))
+    watched = ValueWatch(acquire(value))
     core.watch(watched, 6)
     sleep_until(core, watched)
     assert watched.new == 7
@@ -331,7 +331,7 @@ def test_a_value_that_differs_already_is_noticed_at_once():
 def test_many_watches_of_one_value_all_hear_of_a_change():
     """All hear of it; those that were cancelled do not, and a cancelled watch is over at once."""
     core, value, told = Core(spin_us=0), np.zeros(1, np.uint32), []
-    watches = [Watch(acquire(value)) for _ in range(50)]
+    watches = [ValueWatch(acquire(value)) for _ in range(50)]
     for watched in watches:
         watched.on_over = told.append
         core.watch(watched, 0)
@@ -352,7 +352,7 @@ def test_many_watches_of_one_value_all_hear_of_a_change():
 
 def test_a_watch_cancelled_before_its_change_is_reaped_tells_the_change():
     core, value, told = Core(spin_us=0), np.zeros(1, np.uint32), []
-    watched = Watch(acquire(value))
+    watched = ValueWatch(acquire(value))
     watched.on_over = told.append
     core.watch(watched, 0)
     value[0] = 1
@@ -367,17 +367,17 @@ def test_what_cannot_be_watched():
     core, memory = Core(), np.zeros(64, np.uint8)
     for length in (3, 5, 6, 7, 9, 16):
         with pytest.raises(ValueError, match="1, 2, 4 or 8 bytes"):
-            Watch(acquire(memory[:length]))
+            ValueWatch(acquire(memory[:length]))
     base = -memory.ctypes.data % 8
     for width, shift in ((2, 1), (4, 1), (4, 2), (8, 1), (8, 4)):
         with pytest.raises(ValueError, match="aligned"):
-            Watch(acquire(memory[base + shift : base + shift + width]))
-    watched = Watch(acquire(memory[base : base + 8]))
+            ValueWatch(acquire(memory[base + shift : base + shift + width]))
+    watched = ValueWatch(acquire(memory[base : base + 8]))
     core.watch(watched, 0)
     with pytest.raises(RuntimeError, match="once"):
         core.watch(watched, 0)
     watched.cancel()
-    never = Watch(acquire(memory[base : base + 8]))
+    never = ValueWatch(acquire(memory[base : base + 8]))
     never.cancel()
     assert not never.is_over
     released = acquire(memory[base : base + 8])
@@ -389,7 +389,7 @@ def test_what_cannot_be_watched():
 
 def test_a_watch_keeps_its_memory_alive():
     core, memory = Core(spin_us=0), bytearray(8)
-    watched = Watch(acquire(memory))
+    watched = ValueWatch(acquire(memory))
     core.watch(watched, 0)
     del watched
     gc.collect()
@@ -403,7 +403,7 @@ def test_a_watch_keeps_its_memory_alive():
 def test_watching_sleeps_between_looks():
     """A watched value costs a timer, not a processor: the loop sleeps between any two looks."""
     core, value = Core(spin_us=50), np.zeros(1, np.uint32)
-    watched = Watch(acquire(value))
+    watched = ValueWatch(acquire(value))
     core.watch(watched, 0)
     while core.progress():
         pass

@@ -19,12 +19,22 @@ from hypothesis import strategies as st
 import aiote
 from aiote.observe import status_page
 from aiote.observe.processes import ProcessId, _born, this_process
-from aiote.observe.status_page import HEADER, LARGEST, MAGIC, SHOWN_PEERS, VERSION, Status, packed, pages, read_page
+from aiote.observe.status_page import (
+    HEADER,
+    LARGEST,
+    MAGIC,
+    SHOWN_PEERS,
+    VERSION,
+    EngineStatus,
+    packed,
+    pages,
+    read_page,
+)
 from engines import linked, pair, until
 
 PATIENCE_S = 60
 NAME = f"{this_process()}-1.page"
-FOUND = Status(os.getpid(), "it", "aiote://it", 1, 2, [], [], {}, {})
+FOUND = EngineStatus(os.getpid(), "it", "aiote://it", 1, 2, [], [], {}, {})
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +45,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "aiote"
 
 
-def own() -> list[Status]:
+def own() -> list[EngineStatus]:
     return [status for status in pages() if status.pid == os.getpid()]
 
 
@@ -248,7 +258,7 @@ async def test_a_page_that_cannot_be_made_costs_no_peer(monkeypatch, capsys):
     async with linked("socket", heartbeat_interval=0.05, heartbeat_timeout=30) as (left, right):
         sent = left.statistics().heartbeats_sent
         left._links.heartbeats.afterwards = lambda now: 1 / 0
-        left._links.heartbeats.look()
+        left._links.heartbeats.check_soon()
         await until(lambda: left._links.heartbeats.afterwards is None)
         await until(lambda: left.statistics().heartbeats_sent > sent + 1)
         await left.send(right.address, b"x")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from aiote.cli.top import GIB, Rates, picture
-from aiote.observe.status_page import PeerStatus, RailStatus, Status
+from aiote.observe.status_page import EngineStatus, PeerStatus, RailStatus
 from engines import PATIENCE_S
 
 ALONE = """
@@ -49,11 +49,15 @@ asyncio.run(main())
 """
 
 
-def status(*, pid: int = 1, ns: int = 0, carried: int = 0, counts: dict[str, int] | None = None, **more) -> Status:
+def status(
+    *, pid: int = 1, ns: int = 0, carried: int = 0, counts: dict[str, int] | None = None, **more
+) -> EngineStatus:
     rails = [RailStatus("lo", "socket", "up", carried, None, carried // 100, 1)]
     place = f"aiote://127.0.0.1:{pid}/ab"
     known = {"peers": 1, **(counts or {})}
-    return Status(pid, "python3 -P serve.py --big", place, 0, ns, rails, more.get("peers", []), known, {"peer.lost": 2})
+    return EngineStatus(
+        pid, "python3 -P serve.py --big", place, 0, ns, rails, more.get("peers", []), known, {"peer.lost": 2}
+    )
 
 
 def text(engines: list, width: int = 120) -> str:
@@ -125,7 +129,7 @@ def test_a_page_commands_no_terminal():
     evil = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m[red]"
     rails = [RailStatus(evil, "socket", evil, 0, None, 0, 0)]
     peers = [PeerStatus(f"aiote://{evil}/ab", 1)]
-    shown = text(Rates().look([Status(1, evil, evil, 0, 0, rails, peers, {"peers": 1}, {evil: 1})]))
+    shown = text(Rates().look([EngineStatus(1, evil, evil, 0, 0, rails, peers, {"peers": 1}, {evil: 1})]))
     assert not {one for one in shown if not one.isprintable()} - {"\n"}
     assert len(shown.splitlines()) == 4
     assert "[red]" in shown

@@ -16,17 +16,17 @@ from aiote.kvcache import mapping
 from aiote.kvcache.tensors import CacheSpec
 from aiote.moe import round as moe_round
 from aiote.plan import KV_SHAPES, MOE_SHAPES, MoeShape, kvcache, nics_of, weights
-from aiote.plan.kvcache import Computation, KvScenario, Layout, plan_kvcache
+from aiote.plan.kvcache import Computation, KvScenario, ParallelLayout, plan_kvcache
 from aiote.plan.moe import MoeScenario, plan_moe
 from aiote.testing import EFA_400G
 from aiote.weights import Layout as WeightLayout
-from aiote.weights import Replicate, Shard, deal, plan, plan_update
+from aiote.weights import Replicate, Shard, assignment, plan, plan_update
 
 pytestmark = pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 
 SMALL = KV_SHAPES["qwen3-235b"]._replace(layers=8)
 PROMPT = KvScenario(
-    shape=SMALL, nics=nics_of("efa-200g"), tokens=2048, prefill=Layout(2), decode=Layout(4),
+    shape=SMALL, nics=nics_of("efa-200g"), tokens=2048, prefill=ParallelLayout(2), decode=ParallelLayout(4),
     computation=Computation(1.0, 1.0),
 )  # fmt: skip
 GROUP = MoeScenario(
@@ -73,7 +73,8 @@ def test_there_is_no_plan_of_a_round_without_its_planner(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [(plan, "deal"), (plan.UpdatePlan, "_wanted"), (plan.UpdatePlan, "bytes"), (weights, "in_turn")]
+    ("where", "name"),
+    [(plan, "assign_cells"), (plan.UpdatePlan, "_wanting_ranks"), (plan.UpdatePlan, "bytes"), (weights, "in_turn")],
 )
 def test_there_is_no_plan_of_an_update_without_its_planner(monkeypatch, where, name):
     monkeypatch.setattr(where, name, refuse)
@@ -125,7 +126,9 @@ def test_another_share_of_an_update_takes_another_time(monkeypatch):
     sources = WeightLayout.over(range(4), {"w": ((4096, 1024), "BF16", Replicate())})
     layouts = sources, WeightLayout.over(range(2), {"w": ((4096, 1024), "BF16", Replicate())})
     usual = plan_update(*layouts)
-    monkeypatch.setattr(deal, "shares", lambda classes: {ranks: {ranks[0]: size} for ranks, size in classes.items()})
+    monkeypatch.setattr(
+        assignment, "shares", lambda classes: {ranks: {ranks[0]: size} for ranks, size in classes.items()}
+    )
     skewed = plan_update(*layouts)
     found = [
         weights.simulate(weights.jobs_of(each), EFA_400G, weights.Costs(0, 0, 0, 0, 0, 0)) for each in (usual, skewed)

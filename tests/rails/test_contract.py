@@ -67,7 +67,7 @@ def test_an_immediate_alone_counts(pair: Pair):
     pair.rails.arrived(pair.b.wait(handle, 100))
     pair.rails.rest()
     assert handle.value == 0
-    assert not pair.a.core.counted(IMM)
+    assert not pair.a.core.is_counted(IMM)
 
 
 def test_immediates_are_told_apart(pair: Pair):

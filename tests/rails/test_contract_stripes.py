@@ -48,7 +48,7 @@ def exchange(rails: Rails, a: Side, b: Side, link: PeerLink, sizes: tuple[int, .
     assert handle.value == 0
     # A stripe of a write that counts less than one would leave its rest behind.
     handle.close()
-    assert not b.core.counted(IMM)
+    assert not b.core.is_counted(IMM)
 
 
 def look(seen: list[bool], target: Memory, content: np.ndarray, _wait: object) -> None:

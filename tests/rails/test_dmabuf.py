@@ -22,11 +22,11 @@ import aiote
 from aiote.errors import FabricError, UsageError
 from aiote.rails import dmabuf, gpu_memory
 from aiote.rails.contract import Traits
-from aiote.rails.dmabuf import DmaBuf, exported
+from aiote.rails.dmabuf import DmaBuf, export_dmabuf
 from aiote.rails.gpu_memory import register_gpu
 from aiote_native.buffers import acquire
 from aiote_native.cuda.driver import load
-from aiote_native.provider import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, NicRegistration
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 from leftovers import descriptors
@@ -68,7 +68,7 @@ def collected() -> None:
 )
 def test_a_driver_is_asked_for_the_memory_as_it_wants_it(device, start, length):
     before = descriptors()
-    with exported(device, start, length) as found:
+    with export_dmabuf(device, start, length) as found:
         said = Path(f"/proc/self/fd/{found.fd}").read_text().split()
     assert said == [f"{start:x}", f"{length:x}"]
     assert found.offset == 0x140
@@ -77,7 +77,7 @@ def test_a_driver_is_asked_for_the_memory_as_it_wants_it(device, start, length):
 
 def test_a_driver_that_refuses_is_an_error_and_leaves_no_descriptor(device):
     before = descriptors()
-    with pytest.raises(FabricError, match="returned 4096") as told, exported(device, 0x66_6000, PAGE):
+    with pytest.raises(FabricError, match="returned 4096") as told, export_dmabuf(device, 0x66_6000, PAGE):
         pass
     assert told.value.errno == errno.EOPNOTSUPP
     assert descriptors() == before
@@ -87,7 +87,7 @@ def test_a_driver_that_refuses_is_an_error_and_leaves_no_descriptor(device):
 @pytest.mark.parametrize("library", ["/nowhere/driver.so", "libc.so.6"])
 def test_a_missing_or_too_old_driver_is_an_error(device, library, monkeypatch):
     monkeypatch.setattr(dmabuf, f"{device.upper()}_LIBRARY", library)
-    with pytest.raises(FabricError, match=r"driver\.so|undefined symbol"), exported(device, 4096, 1):
+    with pytest.raises(FabricError, match=r"driver\.so|undefined symbol"), export_dmabuf(device, 4096, 1):
         pass
 
 
@@ -104,7 +104,7 @@ def test_cuda_is_asked_for_whole_pages_in_the_memorys_own_context(standin, at, l
     """The stand-in refuses parts of pages, and a context of another device or none: here none is current."""
     memory = gpu_copy(np.arange(8 * PAGE, dtype=np.uint64).view(np.uint8), number)
     before = descriptors()
-    with exported("cuda", memory.address + at, length) as found:
+    with export_dmabuf("cuda", memory.address + at, length) as found:
         assert found.offset == at % PAGE
     assert descriptors() == before
 
@@ -115,7 +115,7 @@ def test_an_error_of_cudas_is_told_by_its_name(standin, call):
     with (
         failing(call, 0, 201),
         pytest.raises(FabricError, match="CUDA_ERROR_INVALID_CONTEXT: invalid device context") as told,
-        exported("cuda", memory.address, PAGE),
+        export_dmabuf("cuda", memory.address, PAGE),
     ):
         pass
     assert told.value.errno == errno.EOPNOTSUPP
@@ -152,7 +152,7 @@ class Noting(NativeDevice):
         return Noted(self)
 
 
-class Noted(Registration):
+class Noted(NicRegistration):
     def __init__(self, nic: Noting) -> None:
         self.nic = nic
 
@@ -268,7 +268,7 @@ def test_what_was_registered_is_undone_where_another_nic_breaks(standin, monkeyp
 def test_every_nic_is_told_offset_length_and_access(device, readonly):
     nics = [Noting(), Noting()]
     array = OfGpu(readonly=readonly)
-    with exported(device, array.address, array.length) as found:
+    with export_dmabuf(device, array.address, array.length) as found:
         memory = LocalMemory(acquire(array), list(nics), 3, found.fd, found.offset)
     for nic in nics:
         assert nic.told == [(found.offset, 8192, array.address, not readonly, 3)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import sysfs_trees
 from aiote.cli.doctor import as_dict, lines
 from aiote.rails.diagnosis import Finding, examine
-from aiote.rails.facts import Device, Facts, GidFacts, Limit, Net, PortFacts, gather
+from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from switch import Switch
 
 GIB = 1 << 30
@@ -29,17 +29,17 @@ PERMANENT = "echo '* - memlock unlimited' > /etc/security/limits.d/rdma.conf"
 HAND_IN = "docker run --device=/dev/infiniband"
 
 
-def device(**changes) -> Device:
+def device(**changes) -> RdmaDevice:
     values = {"name": "mlx5_0", "driver": "mlx5_core", "address": "0000:18:00.0", "uverbs": "uverbs0", "node": "ok"}
-    return Device(**{**values, "ports": (PORT,), **changes})
+    return RdmaDevice(**{**values, "ports": (PORT,), **changes})
 
 
-def port(**changes) -> tuple[Device, ...]:
+def port(**changes) -> tuple[RdmaDevice, ...]:
     values = {name: getattr(PORT, name) for name in PortFacts.__slots__}
     return (device(ports=(PortFacts(**{**values, **changes}),)),)
 
 
-def software(driver: str) -> tuple[Device, ...]:
+def software(driver: str) -> tuple[RdmaDevice, ...]:
     return (device(name="soft0", driver=driver, software=True, iwarp=driver == "siw", address=""),)
 
 
@@ -67,7 +67,7 @@ def test_a_machine_that_lacks_nothing_has_no_findings():
 
 
 def test_of_what_is_unknown_nothing_is_said():
-    assert examine(Facts(devices=(Device("mlx5_0", ports=(PortFacts("mlx5_0"),)),), gpus=(0x10DE,))) == []
+    assert examine(Facts(devices=(RdmaDevice("mlx5_0", ports=(PortFacts("mlx5_0"),)),), gpus=(0x10DE,))) == []
 
 
 WRONG = {

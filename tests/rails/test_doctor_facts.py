@@ -173,7 +173,7 @@ def test_libraries_are_found_and_missing_ones_say_why(machine, monkeypatch):
     folder.mkdir()
     (folder / "libbnxt_re-rdmav34.so").touch()
     monkeypatch.setattr(module, "PROVIDERS", (str(folder / "lib*-rdmav*.so"),))
-    monkeypatch.setattr(module, "find", missing)
+    monkeypatch.setattr(module, "find_libfabric", missing)
     monkeypatch.setattr(module, "load_libibverbs", unopened)
     known = gather(module.SYSFS, "/x")
     assert known.libraries == ("bnxt_re",)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from aiote.cli import prove, prove_suites
 from aiote.cli.app import app
-from aiote.cli.prove_checks import CHECKS, Broken, Check, World
+from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair
 from aiote.cli.prove_memory import HostMemory
 from aiote.cli.prove_report import Outcome, Report, now
 from aiote.rails.ports import read_ports
@@ -71,10 +71,10 @@ def test_a_missing_device_is_said_and_never_green(what, tmp_path):
 
 
 def test_a_check_that_fails_makes_the_exit_status_1(monkeypatch, tmp_path):
-    async def broken(world: World) -> str:
+    async def broken(world: EnginePair) -> str:
         raise Broken("bytes were lost")
 
-    async def stumbles(world: World) -> str:
+    async def stumbles(world: EnginePair) -> str:
         raise LookupError("what nobody thought of")
 
     told = [Check("one", "nothing is lost", broken), Check("two", "nothing else is", stumbles), CHECKS[0]]
@@ -105,12 +105,12 @@ def ask(check: Check, memory: HostMemory, *, late: int = 0) -> str:
         with Fabric(seed=1, rails=2) as fabric:
             async with fabric.open_engine() as left, fabric.open_engine() as right:
                 await left.connect(right.address)
-                return await check.run(Late(left, right, memory) if late else World(left, right, memory))
+                return await check.run(Late(left, right, memory) if late else EnginePair(left, right, memory))
 
     return anyio.run(run)
 
 
-class Late(World):
+class Late(EnginePair):
     """Engines of which one counts once more than it was told to."""
 
     async def settle(self, times: int = 5) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sysfs_trees
 from aiote.rails.sysfs import read_nic, read_topology
 from aiote.rails.topology import Distance, Nic, Topology, distance, nearest
-from aiote.rails.tree import MAX_ENTRIES, _counting
+from aiote.rails.tree import MAX_ENTRIES, _numeric_key
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_names_are_sorted_by_the_numbers_in_them(names):
     def key(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]{1,9})", name)]
 
-    assert sorted(names, key=_counting) == sorted(names, key=key)
-    assert [_counting(name) for name in names] == [key(name) for name in names]
+    assert sorted(names, key=_numeric_key) == sorted(names, key=key)
+    assert [_numeric_key(name) for name in names] == [key(name) for name in names]
 
 
 def test_a_folder_without_end_is_read_in_part(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from aiote.service.background import beside
+from aiote.service.background import run_background_tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -16,16 +16,16 @@ async def test_an_error_of_the_background_ends_the_body_and_comes_out_unchanged(
         raise OSError("beside")
 
     with pytest.raises(OSError, match="beside"):
-        async with beside(fail):
+        async with run_background_tasks(fail):
             await anyio.sleep_forever()
 
 
 async def test_an_error_of_the_body_comes_out_unchanged():
     with pytest.raises(KeyError):
-        async with beside(anyio.sleep_forever):
+        async with run_background_tasks(anyio.sleep_forever):
             raise KeyError("mine")
     with anyio.move_on_after(0.01) as scope:
-        async with beside(anyio.sleep_forever):
+        async with run_background_tasks(anyio.sleep_forever):
             await anyio.sleep_forever()
     assert scope.cancelled_caught
 
@@ -37,6 +37,6 @@ async def test_what_is_started_last_begins_before_it_is_cancelled():
     async def note() -> None:
         begun.append(True)
 
-    async with beside() as scope:
+    async with run_background_tasks() as scope:
         scope.start(note)
     assert begun

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import aiote
 from aiote import service
 from aiote.service.codec import array_of, decode, decoder
-from aiote.service.endpoint import TURN, Endpoint
+from aiote.service.endpoint import TURN, CallEndpoint
 from aiote.service.frames import (
     MAGIC,
     MAX_LEFT_S,
@@ -119,8 +119,8 @@ async def test_many_messages_of_many_calls_let_others_run_after_each_turn(monkey
             turns += 1
             await anyio.lowlevel.checkpoint()
 
-    dispatch = Endpoint._dispatch
-    monkeypatch.setattr(Endpoint, "_dispatch", lambda *args: (taken.update([turns]), dispatch(*args)))
+    dispatch = CallEndpoint._dispatch
+    monkeypatch.setattr(CallEndpoint, "_dispatch", lambda *args: (taken.update([turns]), dispatch(*args)))
     async with (
         pair("sim", message_pool=32) as (liar, there),
         service.serve(there, Plain()),

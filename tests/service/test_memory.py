@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote.aio import current_loop
-from aiote.service.endpoint import Endpoint, Limits
+from aiote.service.endpoint import CallEndpoint, Limits
 from aiote.service.memory import (
     ALIGNMENT,
     FIRST_BYTES,
@@ -184,7 +184,7 @@ async def test_staging_is_free_when_nobody_has_the_array():
 @pytest.mark.anyio
 async def test_an_array_stays_registered_for_the_next_call_while_it_is_unchanged():
     async with linked("sim") as (engine, _):
-        endpoint = Endpoint.of(engine, Limits(kept_bytes=10_000))
+        endpoint = CallEndpoint.of(engine, Limits(kept_bytes=10_000))
         array, large = numpy.zeros(3000, numpy.uint8), numpy.zeros(20_000, numpy.uint8)
         first = endpoint.hold(array)
         endpoint.let_go(first)

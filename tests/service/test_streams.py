@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from aiote import UsageError, service
 from aiote.service.codec import decoder
 from aiote.service.definition import methods_of
-from aiote.service.endpoint import Endpoint
+from aiote.service.endpoint import CallEndpoint
 from engines import each_provider, go_round, pair, until
 
 pytestmark = pytest.mark.anyio
@@ -75,7 +75,7 @@ async def served(provider: str = "sim", **limits: int) -> AsyncIterator[tuple[To
 
 
 def client_endpoint(engine: Any) -> Any:
-    return Endpoint.of(engine)
+    return CallEndpoint.of(engine)
 
 
 @each_provider

@@ -10,12 +10,12 @@ sys.path.insert(0, sys.argv[1])
 import shut_endpoint
 
 from aiote.rails.library import load
-from aiote_native.libfabric.device import Device
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.libfabric.device import LibfabricDevice
+from aiote_native.libfabric.endpoint import LibfabricEndpoint
 
 load()
-device = Device("efa")
-endpoint = Endpoint(device)
+device = LibfabricDevice("efa")
+endpoint = LibfabricEndpoint(device)
 assert shut_endpoint.after_shut(endpoint) == [-errno.ENOTCONN, -errno.ENOTCONN, 0]
 endpoint.close()
 device.close()

@@ -3,11 +3,11 @@
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
-from aiote_native.libfabric.endpoint cimport Endpoint
+from aiote_native.libfabric.endpoint cimport LibfabricEndpoint
 from aiote_native.structs cimport Completion, OP_SEND, OP_WRITE, Post, WorkRequest
 
 
-def after_shut(Endpoint endpoint):
+def after_shut(LibfabricEndpoint endpoint):
     """Shut it; return what a message, a write, and a poll are answered."""
     cdef uint8_t[64] memory
     cdef Completion[16] found

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service
-from aiote.service.endpoint import Endpoint
+from aiote.service.endpoint import CallEndpoint
 
 Octets = NDArray[numpy.uint8]
 LEAST, MOST = 65 << 10, 1 << 20
@@ -74,7 +74,7 @@ class Noted(Numbered):
 
 def held(engine: aiote.Engine) -> dict[str, int]:
     """Return what calls hold of an engine: nothing, once they are over, but memory that is lent to a live peer."""
-    endpoint = Endpoint.of(engine)
+    endpoint = CallEndpoint.of(engine)
     links = tuple(endpoint._links.values())
     lent = {region.memory for link in links for _, region in link.lent._segments.values()}
     return {
@@ -89,7 +89,7 @@ def held(engine: aiote.Engine) -> dict[str, int]:
 
 def counters(engine: aiote.Engine) -> dict[str, int]:
     """Return what an engine has sent: bytes in messages, bytes one-sided."""
-    endpoint = Endpoint.of(engine)
+    endpoint = CallEndpoint.of(engine)
     return {"messages": endpoint.message_bytes, "arrays": endpoint.array_bytes}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import aiote
 from aiote import service
-from aiote.connectors.broadcast import STAGED, Exchange, Incoming, Outgoing
+from aiote.connectors.broadcast import STAGED, Exchange, IncomingUpdate, Outgoing
 from aiote.connectors.buckets import Bucket, Joiner, Splitter
 
 Tensors = dict[str, Any]
@@ -61,7 +61,7 @@ class Trainer:
                         start = outgoing.place(at) + piece.offset
                         self.staging[start : start + piece.length] = content[piece.start : piece.start + piece.length]
                 await put()
-                await outgoing.finish(splitter.ended())
+                await outgoing.finish(splitter.describe_end())
             except aiote.AioteError:
                 pass
             await run.over.wait()
@@ -99,7 +99,7 @@ class Rollout:
     ) -> Tensors:
         """Take an update; what has come is in `got`, also where that is not all. `consume` hears of each tensor."""
         self.got = {}
-        incoming = Incoming(self.engine, update, senders, self.region, self.bucket_bytes)
+        incoming = IncomingUpdate(self.engine, update, senders, self.region, self.bucket_bytes)
         joiner = Joiner()
         try:
             while (bucket := await incoming.next()) is not None:

@@ -85,7 +85,7 @@ def nonces(start: int) -> Callable[[int], bytes]:
     return lambda count: next(numbers).to_bytes(2, "big") * (count // 2)
 
 
-OFFER = frames.Offer(b"h" * 32, 8192, 64, 1000, (frames.RailOffer(0, "tcp", "tcp", "lo", 10_000),), address(1))
+OFFER = frames.EngineOffer(b"h" * 32, 8192, 64, 1000, (frames.RailOffer(0, "tcp", "tcp", "lo", 10_000),), address(1))
 CHANNEL = frames.Channel(0, 0, 1, b"address", 2, 3, b"bell")
 TALK: list[frames.SessionMessage] = [
     OFFER,
@@ -129,14 +129,14 @@ class Pair:
         data = sender.data_to_send()
         self.sent[sender] += data
         receiver = self.other(sender)
-        found = receiver.receive(change(data)) if data and not receiver.over else []
+        found = receiver.receive(change(data)) if data and not receiver.is_over else []
         self.events[receiver] += found
         return found
 
     def shake(self) -> Pair:
         """Carry out the handshake, the acceptor being willing, as far as it goes."""
         self.carry(self.left)
-        if not self.right.over:
+        if not self.right.is_over:
             self.right.accept()
         for sender in (self.right, self.left, self.right, self.left):
             self.carry(sender)

@@ -187,7 +187,7 @@ class World:
         side = self.sides[index]
         if self.lost or side.states.state(k) not in (ChannelState.LIVE, ChannelState.JOINING, ChannelState.OPENING):
             return False
-        self.act(side, side.states.failed(k, "dead", self.now))
+        self.act(side, side.states.record_failed(k, "dead", self.now))
         return True
 
     # What a side does.
@@ -330,7 +330,7 @@ class World:
         for side in self.sides:
             deadline = side.states.deadline
             if deadline is not None and deadline <= self.now and not self.lost:
-                self.act(side, side.states.due(self.now))
+                self.act(side, side.states.advance(self.now))
                 done = True
         return done
 
@@ -388,9 +388,9 @@ class World:
         elif kind is OpenAgain:
             self.open(side, k, generation)
         elif self.alive[k]:
-            self.act(side, side.states.joined(k, self.now))
+            self.act(side, side.states.record_joined(k, self.now))
         else:
-            self.act(side, side.states.failed(k, "the probe did not come back", self.now))
+            self.act(side, side.states.record_failed(k, "the probe did not come back", self.now))
         return True
 
     def shut(self, side: Side, k: int) -> None:
@@ -412,7 +412,7 @@ class World:
             early = [post for post in side.unconfirmed[k] if post.imm_data is None and post.number is None]
             side.unconfirmed[k] = [post for post in side.unconfirmed[k] if post not in early]
             self.queue(side, *early)
-        self.act(side, side.states.shut(k))
+        self.act(side, side.states.record_shut(k))
 
     def moves_on(self, flight: Flight, k: int) -> bool:
         """Tell whether a flight can still do something, now that one endpoint is shut."""
@@ -423,7 +423,7 @@ class World:
             self.alive[k] = self.ending or self.rng.random() < 0.7
             check(not self.flights[k], "a channel is opened again while something moves on its last generation")
         if not self.ending and self.rng.random() < 0.1:
-            self.act(side, side.states.failed(k, "cannot be opened", self.now))
+            self.act(side, side.states.record_failed(k, "cannot be opened", self.now))
             return
         self.tally["opened"] += 1
         side.open[k] = True

@@ -13,7 +13,7 @@ import numpy as np
 import aiote
 from aiote.kvcache.mapping import MOST_PIECES, NO_PAGES, CacheMap
 from aiote.kvcache.moving import check_rows
-from aiote.kvcache.protocol import Fetch, Row, Transfers, rows_of
+from aiote.kvcache.protocol import PushRequest, SentPageRow, Transfers, rows_of
 from aiote.kvcache.tensors import CacheSpec
 from aiote.service import codec
 from aiote.service.definition import methods_of
@@ -83,7 +83,7 @@ def fetch(data: bytes) -> None:
 def zeros(span: range, in_page: int) -> Any:
     """Return pages of a source that hold a span of units, all of them page 0."""
     first = span.start // in_page
-    return rows_of({0: Row(np.zeros(-(-span.stop // in_page) - first, np.int64), first)})[0]
+    return rows_of({0: SentPageRow(np.zeros(-(-span.stop // in_page) - first, np.int64), first)})[0]
 
 
 KVCACHE: dict[str, Callable[[bytes], None]] = {"part": part, "fetch": fetch}
@@ -115,17 +115,17 @@ def parts() -> dict[str, CacheSpec]:
     }
 
 
-def fetches() -> dict[str, Fetch]:
+def fetches() -> dict[str, PushRequest]:
     """Return requests for the prefill rank of the target: right ones, and some that are not."""
     pages = np.arange(10, dtype=np.int64)
-    right = Fetch(1, "r", 19, 5, {0: Row(pages, 0), 1: Row(pages[:1], 0)})
+    right = PushRequest(1, "r", 19, 5, {0: SentPageRow(pages, 0), 1: SentPageRow(pages[:1], 0)})
     changes: dict[str, dict[str, Any]] = {
         "right": {},
-        "from-the-third-page": {"rows": {0: Row(pages[2:], 2)}},
+        "from-the-third-page": {"rows": {0: SentPageRow(pages[2:], 2)}},
         "no-rows": {"rows": {}},
-        "far": {"rows": {0: Row(pages + 40, 0)}},
-        "negative": {"rows": {0: Row(pages - 1, 0)}},
-        "late": {"rows": {0: Row(pages, 1 << 39)}, "tokens": (1 << 40) - 1},
+        "far": {"rows": {0: SentPageRow(pages + 40, 0)}},
+        "negative": {"rows": {0: SentPageRow(pages - 1, 0)}},
+        "late": {"rows": {0: SentPageRow(pages, 1 << 39)}, "tokens": (1 << 40) - 1},
         "long": {"tokens": 1 << 30},
     }
     return {name: msgspec.structs.replace(right, **change) for name, change in changes.items()}

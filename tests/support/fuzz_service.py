@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service as calls
-from aiote.service.background import TaskScope, beside
-from aiote.service.endpoint import Endpoint
+from aiote.service.background import TaskScope, run_background_tasks
+from aiote.service.endpoint import CallEndpoint
 from aiote.service.frames import (
     MAGIC,
     Ask,
@@ -281,9 +281,9 @@ async def play(fabric: Fabric, program: list[tuple[Say, bytes]]) -> None:
         fabric.open_engine(config=CONFIG) as honest,
         fabric.open_engine(config=CONFIG) as lying,
         calls.serve(tested, Fuzzed(), limits=LIMITS) as server,
-        beside() as scope,
+        run_background_tasks() as scope,
     ):
-        endpoint = Endpoint.of(tested)
+        endpoint = CallEndpoint.of(tested)
         served = calls.client(honest, tested.address, Fuzzed)
         await served.add(numpy.arange(3, dtype="i4"), [])
         tasks = len(asyncio.all_tasks())

@@ -100,12 +100,12 @@ class Talk:
 
     def say(self, data: bytes, body: bytes | None = None) -> list[Event]:
         """Feed the tested side; `body` is what `data` frames."""
-        over = self.protocol.over
+        over = self.protocol.is_over
         try:
             events = self.protocol.receive(data)
         except ControlError as error:
             events = list(error.events)
-            assert self.protocol.over
+            assert self.protocol.is_over
         else:
             assert not over or self.protocol.state is State.ENDED, "a protocol that is over took bytes"
         limit = frames.PLAIN_LIMIT if self.out is None else frames.SEALED_LIMIT
@@ -176,7 +176,7 @@ class Talk:
             self.protocol.receive_eof()
         except ControlError:
             pass
-        assert self.protocol.over or self.protocol.state is State.ENDED
+        assert self.protocol.is_over or self.protocol.state is State.ENDED
         self.listen()
 
     def do(self, step: Step, data: bytes) -> None:

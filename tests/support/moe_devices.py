@@ -70,7 +70,7 @@ def moved(place: Place, one: Tokens) -> list[Any]:
 
 def filled(place: Place, group: MoeGroup, batch: Any) -> Array:
     """Return what a rank's experts make of a batch, computed by the host, in any layout."""
-    config, first, x = group.config, group.sizes.first(group.rank), fetched(place, batch.x)
+    config, first, x = group.config, group.sizes.first_expert_of(group.rank), fetched(place, batch.x)
     y = np.zeros((*x.shape[:-1], config.hidden), stored(np.zeros(1), config.out_dtype).dtype)
     if config.layout == "rank":
         ids, weights = fetched(place, batch.topk_ids), fetched(place, batch.topk_weights)

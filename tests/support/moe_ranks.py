@@ -73,7 +73,7 @@ def reference(config: MoeConfig, one: Tokens, dropped: Array | None = None) -> A
 
 def compute(group: MoeGroup, batch: Batch, into: Array | None = None) -> Array:
     """Return what a rank's experts make of a batch, in layout "grouped" or "contiguous"."""
-    config, first = group.config, group.sizes.first(group.rank)
+    config, first = group.config, group.sizes.first_expert_of(group.rank)
     y = np.zeros(batch.y.shape, batch.y.dtype) if into is None else into
     for number, count in enumerate(batch.expert_num_tokens.tolist()):
         rows = (number,) if config.layout == "grouped" else ()
@@ -94,7 +94,7 @@ def check_rows(group: MoeGroup, batch: Batch, given: list[Tokens]) -> None:
         if config.scales:
             assert batch.scales.reshape(-1, config.scales)[line].tobytes() == given[source].scales[token].tobytes()
     if config.layout != "rank":
-        first = group.sizes.first(group.rank)
+        first = group.sizes.first_expert_of(group.rank)
         lines = batch.expert_num_tokens.tolist()
         for number, count in enumerate(lines):
             start = int(batch.offsets[number])

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import aiote
-from aiote_native.provider import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, NicRegistration
 from aiote_native.status import StatusError
 from engines import PATIENCE_S
 
@@ -23,7 +23,7 @@ class PinningDevice(NativeDevice):
         self.begun = threading.Event()
         self._over = threading.Event()
 
-    def register(self, address: int, length: int, writable: bool = True, access: int = 3) -> Registration:
+    def register(self, address: int, length: int, writable: bool = True, access: int = 3) -> NicRegistration:
         self.thread = threading.current_thread().name
         self.begun.set()
         assert self._over.wait(PATIENCE_S)

@@ -261,7 +261,7 @@ class Rails:
         for other, turned in ((b, 1), (a, -1)):
             for mine, theirs in (end[::turned] for end in ends):
                 if wakeup := other.core.wakeup_event:
-                    mine.take([os.dup(fd) for fd in theirs.shared(wakeup)], wakeup.address)
+                    mine.map_memory([os.dup(fd) for fd in theirs.shared(wakeup)], wakeup.address)
                     assert not mine.refused
         # Both ways at every step: neither side makes progress on a channel before the other has joined its end.
         for this, other, link, turned in ((a, b, links[0], 1), (b, a, links[1], -1)):
@@ -273,7 +273,7 @@ class Rails:
         for side in (a, b) * 2:
             side.core.progress()
         for link in links if greeted else ():
-            link.greeted()
+            link.record_greeting()
         a.awake = b.awake = True
         if probe:
             first = a.write(links[0])
@@ -348,7 +348,7 @@ class Rails:
         """Whether a network that nobody has to call has something that will come by itself."""
         if self.kind is EFA:
             return still_open("work") > 0
-        return self._sim is not None and self._sim.network.opened and self._sim.network.world.under_way > 0
+        return self._sim is not None and self._sim.network.has_opened_engine and self._sim.network.world.under_way > 0
 
     @staticmethod
     def _work(side: Side) -> tuple[int, ...]:

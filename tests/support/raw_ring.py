@@ -81,7 +81,7 @@ class RawRing:
         self.wakeup = WakeupEvent()
         pending = side.rail_set.open_channel(0, 0)
         self._theirs = mmap.mmap(pending.endpoint.memory_fd, DATA + RING_BYTES)
-        pending.take([os.dup(self.wakeup.memory_fd), ring], self.wakeup.address)
+        pending.map_memory([os.dup(self.wakeup.memory_fd), ring], self.wakeup.address)
         assert not pending.refused
         self.link = side.core.add_peer(side)
         side.rail_set.join(self.link, pending, SCHEME + b"%016x" % NUMBER, *side.rail_set.scratch.keys[0])

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aiote.rails.library import find
+from aiote.rails.library import find_libfabric
 
 SOURCES = Path(__file__).parents[1] / "standin_efa"
 COMPILER_S = 120
@@ -46,7 +46,7 @@ def provider_folder() -> Path:
 def libraries() -> list[str]:
     """The newer of the wheel's and the system's library, and the system's."""
     system = Path("/lib/x86_64-linux-gnu/libfabric.so.1")
-    return [*dict.fromkeys([str(find().path), *([str(system)] if system.exists() else [])])]
+    return [*dict.fromkeys([str(find_libfabric().path), *([str(system)] if system.exists() else [])])]
 
 
 def spoken(library: str) -> str:

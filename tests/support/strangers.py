@@ -10,7 +10,7 @@ import anyio
 
 import aiote
 from aiote.core.control import ControlProtocol, MessageReceived, Role
-from aiote.core.control_frames import Offer, RailOffer
+from aiote.core.control_frames import EngineOffer, RailOffer
 from aiote.core.handshake import HandshakeConfig
 
 LIKE_YOURS = (RailOffer(0, "tcp", "tcp", "lo", 0),)
@@ -71,7 +71,7 @@ def refusals(engine: aiote.Engine) -> list[str]:
     return reasons
 
 
-def offer(**changes: object) -> Offer:
+def offer(**changes: object) -> EngineOffer:
     """Return an offer that an engine could make."""
     fields: dict = {
         "host_id": bytes(32),
@@ -81,7 +81,7 @@ def offer(**changes: object) -> Offer:
         "rails": LIKE_YOURS,
         "address": aiote.Address("127.0.0.1", 9, b"i" * 16, 1),
     }
-    return Offer(**{**fields, **changes})
+    return EngineOffer(**{**fields, **changes})
 
 
 class Insider(Stranger):

@@ -69,7 +69,7 @@ class Pair:
         self.torch, self.bridge = torch, bridge
         self.peer = bridge.call(opened())
         self.transport = torch.AioteTransport()
-        self.transport.connect(torch.Endpoint("peer", str(self.peer.address)).serialize())
+        self.transport.connect(torch.TransportEndpoint("peer", str(self.peer.address)).serialize())
         self.local, self.theirs = tensor(SIZE, 1), tensor(SIZE, 2)
         self.memory = self.transport.register_memory(self.local)
         self.descriptor = bridge.call(self.peer.register_async(self.theirs, "read-write")).descriptor

@@ -40,7 +40,7 @@ Unit: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundWait:
     """One place: its file, the outermost function, class or constant that it stands in, and what is there."""
 
     file: str
@@ -162,10 +162,10 @@ class Waits:
         self.sources += [script for source in list(self.sources) for script in texts(source)]
         self.virtual = self._virtual()
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FoundWait]:
         """Return all places that are not in virtual time."""
         return [
-            Found(source.file, source.where(node), source.line + node.lineno, what)
+            FoundWait(source.file, source.where(node), source.line + node.lineno, what)
             for source in self.sources
             for node, what in self._places(source)
             if not self.virtual.intersection((node, *source.above(node)))

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aiote.weights import (
-    Buffer,
     Expression,
     Layout,
     Mesh,
@@ -28,6 +27,7 @@ from aiote.weights import (
     Shard,
     StridedShard,
     Tensor,
+    TensorBuffer,
     cat,
     quantized,
     source,
@@ -210,7 +210,7 @@ def tensors(draw: st.DrawFn, shape: Shape, dtype: str, ranks: int) -> Tensor:
         start = (max(0, ends[i] - overlap), *(0 for _ in shape[1:]))
         stop = (ends[i + 1], *shape[1:])
         strides = tuple((gap + 1) * math.prod(extent + gap for extent in shape[d + 1 :]) for d in range(len(shape)))
-        layouts.append(Layout.of_buffers(rank, {"x": Buffer(shape, dtype, start, stop, strides)}))
+        layouts.append(Layout.of_buffers(rank, {"x": TensorBuffer(shape, dtype, start, stop, strides)}))
     return Layout.merge(layouts).tensors["x"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.verbs.queuepairs import Peer
+from aiote_native.verbs.queuepairs import PeerAddress
 
 LAYOUT = struct.Struct("<BBBBH16sIIII")
 NUMBER = st.integers(0, (1 << 24) - 1)
@@ -23,7 +23,7 @@ NUMBER = st.integers(0, (1 << 24) - 1)
     numbers=st.tuples(NUMBER, NUMBER, NUMBER, NUMBER),
 )
 def test_an_address_is_read_as_it_was_written(mtu, reads, link, lid, gid, numbers):
-    peer = Peer(LAYOUT.pack(1, mtu, reads, link, lid, gid, *numbers))
+    peer = PeerAddress(LAYOUT.pack(1, mtu, reads, link, lid, gid, *numbers))
     assert (peer.mtu, peer.reads, peer.ethernet, peer.lid, peer.gid) == (mtu, reads, link == 1, lid, gid)
     assert (*peer.numbers, *peer.psns) == numbers
 
@@ -39,19 +39,19 @@ def test_an_address_that_no_endpoint_has_is_refused(field, value):
     fields = list(GOOD)
     fields[field] = value
     with pytest.raises(ValueError, match="no verbs address"):
-        Peer(LAYOUT.pack(*fields))
+        PeerAddress(LAYOUT.pack(*fields))
 
 
 @pytest.mark.parametrize("length", [0, 1, LAYOUT.size - 1, LAYOUT.size + 1, 4096])
 def test_an_address_of_another_length_is_refused(length):
     with pytest.raises(ValueError, match=f"has {LAYOUT.size} bytes, this one {length}"):
-        Peer(bytes(length))
+        PeerAddress(bytes(length))
 
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_taken_or_refused(address):
     try:
-        peer = Peer(address)
+        peer = PeerAddress(address)
     except ValueError:
         return
     assert 1 <= peer.mtu <= 5

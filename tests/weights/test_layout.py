@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.errors import UsageError
-from aiote.weights import Buffer, Layout, Mesh, Replicate, Runs, Shard, StridedShard, Tensor, packed, slots
+from aiote.weights import Layout, Mesh, Replicate, Runs, Shard, StridedShard, Tensor, TensorBuffer, packed, slots
 from aiote.weights.dtypes import ITEMSIZE, dtype_name
 from weight_plans import hold
 from weight_worlds import tensors
@@ -110,7 +110,9 @@ def test_unknown_types_are_refused():
 
 
 def test_buffers_of_several_ranks_make_one_tensor():
-    parts = [Layout.of_buffers(r, {"x": Buffer((4, 6), "F32", (2 * r, 0), (2 * r + 2, 6), (8, 1))}) for r in range(2)]
+    parts = [
+        Layout.of_buffers(r, {"x": TensorBuffer((4, 6), "F32", (2 * r, 0), (2 * r + 2, 6), (8, 1))}) for r in range(2)
+    ]
     both = Layout.merge(parts)
     assert both.ranks == (0, 1)
     assert [held.strides for held in both.tensors["x"].sharding.held] == [(8, 1)] * 2
@@ -120,12 +122,12 @@ def test_buffers_of_several_ranks_make_one_tensor():
 @pytest.mark.parametrize(
     ("buffer", "words"),
     [
-        (Buffer((4,), "F32", (2,), (5,)), "not within"),
-        (Buffer((4,), "F32", (0, 0)), "differ in length"),
-        (Buffer((4,), "F32", strides=(-1,)), "from 0"),
-        (Buffer((4, 4), "F32", strides=(2, 1)), "in one place"),
-        (Buffer((4, 4), "F32", strides=(0, 1)), "in one place"),
-        (Buffer((4,), "F5"), "dtype"),
+        (TensorBuffer((4,), "F32", (2,), (5,)), "not within"),
+        (TensorBuffer((4,), "F32", (0, 0)), "differ in length"),
+        (TensorBuffer((4,), "F32", strides=(-1,)), "from 0"),
+        (TensorBuffer((4, 4), "F32", strides=(2, 1)), "in one place"),
+        (TensorBuffer((4, 4), "F32", strides=(0, 1)), "in one place"),
+        (TensorBuffer((4,), "F5"), "dtype"),
     ],
 )
 def test_impossible_buffers_are_refused_by_name(buffer, words):
@@ -139,12 +141,12 @@ def test_ranks_with_a_mask_are_refused():
 
 
 def test_descriptions_that_disagree_are_refused():
-    one = Layout.of_buffers(0, {"x": Buffer((4,), "F32")})
-    for other in (Buffer((5,), "F32"), Buffer((4,), "F16")):
+    one = Layout.of_buffers(0, {"x": TensorBuffer((4,), "F32")})
+    for other in (TensorBuffer((5,), "F32"), TensorBuffer((4,), "F16")):
         with pytest.raises(UsageError, match="x: it is"):
             Layout.merge([one, Layout.of_buffers(1, {"x": other})])
     with pytest.raises(UsageError, match="in two ways"):
-        Layout.merge([one, Layout.of_buffers(0, {"x": Buffer((4,), "F32", (0,), (2,))})])
+        Layout.merge([one, Layout.of_buffers(0, {"x": TensorBuffer((4,), "F32", (0,), (2,))})])
 
 
 @given(st.data(), st.lists(st.integers(1, 9), max_size=3))

@@ -14,12 +14,12 @@ import pytest
 import aiote
 from aiote.testing import Fabric, run
 from aiote.weights import (
-    Buffer,
     Controller,
     Layout,
     Recipe,
     Replicate,
     Shard,
+    TensorBuffer,
     UpdateError,
     quantized,
     serve_source,
@@ -127,7 +127,7 @@ def test_a_source_that_cannot_read_from_another_is_kept():
         # Two hold half the rows each; a block of 32 rows crosses the edge at row 24.
         parts = [(0, 24), (24, 48)]
         sources = Layout.merge(
-            Layout.of_buffers(rank, {"a": Buffer(SHAPE, "F32", (low, 0), (high, 32))})
+            Layout.of_buffers(rank, {"a": TensorBuffer(SHAPE, "F32", (low, 0), (high, 32))})
             for rank, (low, high) in enumerate(parts)
         )
         recipe = Recipe({"a": quantized("a", scale="s", block=(32, 32))})

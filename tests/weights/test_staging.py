@@ -28,7 +28,7 @@ async def test_staging_memory_never_overlaps_and_stays_within_the_limit(seed):
         staging = StagingMemory(engine, 4096)
 
         async def use(number: int, size: int) -> None:
-            async with staging.take(size) as (memory, region):
+            async with staging.reserve(size) as (memory, region):
                 assert len(memory) == region.nbytes == size
                 memory[:] = number % 251
                 for _ in range(rng.randrange(5)):
@@ -47,7 +47,7 @@ async def test_staging_memory_never_overlaps_and_stays_within_the_limit(seed):
         assert staging.held == 0
         assert staging._free == [(0, 4096)]
         with pytest.raises(aiote.UsageError, match="staging_bytes is 4096"):
-            async with staging.take(4097):
+            async with staging.reserve(4097):
                 pass
         await staging.close()
 

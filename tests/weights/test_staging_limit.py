@@ -12,11 +12,11 @@ import pytest
 
 import aiote
 from aiote.weights import (
-    Buffer,
     Controller,
     Layout,
     Recipe,
     Shard,
+    TensorBuffer,
     convert,
     quantized,
     serve_source,
@@ -54,14 +54,14 @@ async def updated(
 async def test_every_byte_is_right_within_the_limit(way, limit):
     shape = (ROWS, COLUMNS)
     sources, recipe, kind = Layout.over([0, 1], {"a": (shape, "F32", Shard(1))}), Recipe(), np.dtype(np.float32)
-    target = Buffer(shape, "F32")
+    target = TensorBuffer(shape, "F32")
     wanted = WHOLE
     if way == "transposed":
-        recipe, target, wanted = Recipe({"a": source("a").transpose(0, 1)}), Buffer(shape[::-1], "F32"), WHOLE.T
+        recipe, target, wanted = Recipe({"a": source("a").transpose(0, 1)}), TensorBuffer(shape[::-1], "F32"), WHOLE.T
     elif way == "transposed there":
-        target = Buffer(shape, "F32", strides=(1, ROWS))
+        target = TensorBuffer(shape, "F32", strides=(1, ROWS))
     elif way == "cast":
-        recipe, target, kind = Recipe({"a": source("a").cast("F16")}), Buffer(shape, "F16"), np.dtype(np.float16)
+        recipe, target, kind = Recipe({"a": source("a").cast("F16")}), TensorBuffer(shape, "F16"), np.dtype(np.float16)
     order = "F" if way == "transposed there" else "C"
     arrays = {"a": np.zeros(target.shape, kind, order=order)}
     held = [{"a": np.ascontiguousarray(WHOLE[:, rank * 80 : rank * 80 + 80])} for rank in range(2)]
@@ -78,7 +78,7 @@ async def test_blocks_that_cross_an_edge_are_gathered_within_the_limit(limit):
     shape = (ROWS, COLUMNS)
     # Rows 0 to 39 and 40 to 95: the blocks of rows 32 to 63 lie in both.
     sources = Layout.merge(
-        Layout.of_buffers(rank, {"a": Buffer(shape, "F32", (low, 0), (high, COLUMNS))})
+        Layout.of_buffers(rank, {"a": TensorBuffer(shape, "F32", (low, 0), (high, COLUMNS))})
         for rank, (low, high) in enumerate([(0, 40), (40, ROWS)])
     )
     layout = {"w": (shape, "F8_E4M3", Shard(0)), "s": ((3, 5), "F32", Shard(0))}

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.weights import Buffer, Controller, Layout, Recipe, Replicate, Shard, UpdateError, serve_source, serve_target
+from aiote.weights import (
+    Controller,
+    Layout,
+    Recipe,
+    Replicate,
+    Shard,
+    TensorBuffer,
+    UpdateError,
+    serve_source,
+    serve_target,
+)
 from engines import opened
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -73,7 +83,7 @@ def test_a_name_that_is_none_is_refused(name):
     with pytest.raises(aiote.UsageError, match=words):
         Layout.over(range(1), {"a": ((4,), "F32", Replicate()), name: ((4,), "F32", Replicate())})
     with pytest.raises(aiote.UsageError, match=words):
-        Layout.of_buffers(0, {name: Buffer((4,), "F32")})
+        Layout.of_buffers(0, {name: TensorBuffer((4,), "F32")})
 
 
 def test_a_description_with_an_empty_name_is_refused():
@@ -121,7 +131,7 @@ async def test_arrays_that_share_some_elements_are_refused_unless_one_is_untouch
 async def test_arrays_in_each_others_gaps_share_nothing():
     memory = np.zeros((2, 6), np.float32)
     arrays = {"a": memory[:, :3], "b": memory[:, 3:]}
-    layout = Layout.of_buffers(0, {name: Buffer((2, 3), "F32", strides=(6, 1)) for name in arrays})
+    layout = Layout.of_buffers(0, {name: TensorBuffer((2, 3), "F32", strides=(6, 1)) for name in arrays})
     async with served((TWO, [{"a": ROWS, "b": ROWS + 10}]), (layout, [arrays]), Recipe()) as controller:
         assert (await controller.update(1)).failed == {}
     assert np.array_equal(memory, np.concatenate([ROWS, ROWS + 10], axis=1))

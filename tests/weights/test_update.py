@@ -13,7 +13,6 @@ import pytest
 
 import aiote
 from aiote.weights import (
-    Buffer,
     Controller,
     Layout,
     PlanMismatchError,
@@ -21,6 +20,7 @@ from aiote.weights import (
     Replicate,
     Shard,
     Target,
+    TensorBuffer,
     UpdateError,
     cat,
     serve_source,
@@ -204,7 +204,7 @@ async def in_windows(target: Target, count: int) -> None:
 async def test_arrays_that_lie_in_each_others_gaps_are_told_apart():
     shapes = {name: ((4, 4), "F32", Replicate()) for name in ("q", "k")}
     layout = Layout.over([0], shapes)
-    parts = {name: Buffer((4, 4), "F32", strides=(8, 1)) for name in shapes}
+    parts = {name: TensorBuffer((4, 4), "F32", strides=(8, 1)) for name in shapes}
     values = {
         name: np.arange(first, first + 16, dtype=np.float32).reshape(4, 4) for name, first in (("q", 1), ("k", 50))
     }

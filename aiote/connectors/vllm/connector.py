@@ -1,7 +1,7 @@
 """vLLM's KV connector: one engine computes prompts, another decodes them; see docs/connectors.md.
 
-One class has both roles. In the scheduler it holds a `RequestTable`, in each worker `Transfers`; this module translates
-vLLM's objects into theirs. vLLM calls synchronously, and only `shutdown` waits.
+One class has both roles. In the scheduler it holds a `RequestTable`, in each worker `RankTransfers`; this module
+translates vLLM's objects into theirs. vLLM calls synchronously, and only `shutdown` waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 from ...errors import UsageError
 from .layout import Layer, cache_of
 from .requests import RequestTable, Steps
-from .transfers import Transfers
+from .transfers import RankTransfers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPP
 
 
 @dataclass
-class AioteMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class AioteConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to the workers in a step."""
 
     steps: Steps
@@ -89,7 +89,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings={"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size},
             interval=self._seconds("kv_lease_duration", LEASE_S) / RENEWALS,
         )
-        self._transfers: Transfers | None = None
+        self._transfers: RankTransfers | None = None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -112,7 +112,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Record that a request is queued, so that the other side keeps its cache."""
-        self._table.arrived(request.request_id, request.kv_transfer_params, time.monotonic())
+        self._table.record_arrived(request.request_id, request.kv_transfer_params, time.monotonic())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -133,16 +133,16 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Request that the workers receive a request's cache into its blocks."""
         params, prompt = request.kv_transfer_params, request.num_prompt_tokens
-        self._table.allocated(request.request_id, params, prompt, blocks.get_block_ids(), num_external_tokens)
+        self._table.record_allocated(request.request_id, params, prompt, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteConnectorMetadata:
         """Return the news for the workers since the last step."""
-        return AioteMetadata(self._table.take(time.monotonic()))
+        return AioteConnectorMetadata(self._table.take_steps(time.monotonic()))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Record the requests that the workers have received."""
         for request in connector_output.finished_recving or ():
-            self._table.received(request)
+            self._table.record_received(request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Do as `request_finished_all_groups`, for an engine with a single group."""
@@ -157,7 +157,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         # The last sampled token has no cache yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1) if request.status in ENDED_WELL else 0
-        params = self._table.finished(request.request_id, request.kv_transfer_params, tokens, block_ids)
+        params = self._table.record_finished(request.request_id, request.kv_transfer_params, tokens, block_ids)
         return params is not None, params
 
     # In a worker.
@@ -170,7 +170,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
         rank = get_tp_group().rank_in_group
         extra = config.kv_connector_extra_config
-        self._transfers = Transfers(
+        self._transfers = RankTransfers(
             cache_of(
                 f"{config.engine_id} rank {get_pp_group().rank_in_group}.{rank}",
                 self._layers(kv_caches, rank),
@@ -218,7 +218,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the requests whose transfers have ended, and whose blocks vLLM may use again."""
         if self._transfers is None:
             return KVConnectorTransferResults()
-        ended = self._transfers.ended()
+        ended = self._transfers.take_ended()
         for request, why in ended.failed.items():
             logger.warning("The KV cache of request %s has not come: %s", request, why)
         return KVConnectorTransferResults(ended.sent, ended.received, set(ended.failed))

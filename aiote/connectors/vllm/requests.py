@@ -24,7 +24,7 @@ from msgspec import Meta
 
 import aiote
 
-__all__ = ["Offered", "RequestTable", "Row", "Steps", "Wanted"]
+__all__ = ["BlockRow", "Offered", "RequestTable", "Steps", "Wanted"]
 
 Text: TypeAlias = Annotated[str, Meta(max_length=256)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -32,7 +32,7 @@ Blocks: TypeAlias = Sequence[Sequence[int]]
 """The numbers of a request's blocks, for each group. Block 0 replaces blocks that a sliding window has left behind."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class PageLocation(msgspec.Struct, frozen=True):
     """The location of a request's pages: the workers' addresses, and the first token that they have of each group."""
 
     addresses: Annotated[list[Text], Meta(min_length=1, max_length=4096)]
@@ -44,10 +44,10 @@ class Remote(msgspec.Struct, frozen=True):
 
     remote_request_id: Text
     remote_num_tokens: Count
-    aiote: Place
+    aiote: PageLocation
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """Consecutive blocks of one group; `start` is the index of the first one in the request."""
 
     blocks: list[int]
@@ -59,7 +59,7 @@ class Offered(NamedTuple):
 
     request: str
     tokens: int
-    rows: dict[int, Row]
+    rows: dict[int, BlockRow]
 
 
 class Wanted(NamedTuple):
@@ -69,7 +69,7 @@ class Wanted(NamedTuple):
     remote_request: str
     addresses: list[str]
     tokens: int
-    rows: dict[int, Row]
+    rows: dict[int, BlockRow]
 
 
 class Steps(NamedTuple):
@@ -107,7 +107,7 @@ class RequestTable:
         self._waiting: dict[str, Remote] = {}
         self._interval, self._renewed_at = interval, 0.0
 
-    def take(self, now: float) -> Steps:
+    def take_steps(self, now: float) -> Steps:
         """Return the news for the workers since the last call."""
         steps, self._steps = self._steps, Steps([], [], [])
         if not self._waiting or now < self._renewed_at + self._interval:
@@ -120,7 +120,7 @@ class RequestTable:
 
     # A request whose cache comes from another engine.
 
-    def arrived(self, request: str, params: dict[str, Any] | None, now: float) -> None:
+    def record_arrived(self, request: str, params: dict[str, Any] | None, now: float) -> None:
         """Record that a request has arrived, and waits for blocks."""
         remote = _remote(params)
         if remote is not None:
@@ -133,7 +133,9 @@ class RequestTable:
         remote = _remote(params)
         return max(0, min(prompt, remote.remote_num_tokens) - computed) if remote else 0
 
-    def allocated(self, request: str, params: dict[str, Any] | None, prompt: int, blocks: Blocks, count: int) -> None:
+    def record_allocated(
+        self, request: str, params: dict[str, Any] | None, prompt: int, blocks: Blocks, count: int
+    ) -> None:
         """Record that a request has its blocks; request the last `count` tokens of its cache from the other side."""
         remote = _remote(params)
         if remote is None or params is None:
@@ -148,13 +150,13 @@ class RequestTable:
         for place, (group, size) in enumerate(self._block_tokens.items()):
             has, firsts = blocks[group], remote.aiote.first_tokens
             first = firsts[place] if place < len(firsts) else 0
-            start = max((tokens - count) // size, _skipped(has), -(-first // size))
-            rows[group] = Row(list(has[start : -(-tokens // size)]), start)
+            start = max((tokens - count) // size, _count_skipped(has), -(-first // size))
+            rows[group] = BlockRow(list(has[start : -(-tokens // size)]), start)
         self.receiving.add(request)
         wanted = Wanted(request, remote.remote_request_id, remote.aiote.addresses, tokens, rows)
         self._steps.wanted.append(wanted)
 
-    def received(self, request: str) -> None:
+    def record_received(self, request: str) -> None:
         """Record that the workers have reported a request, whatever its outcome."""
         self.receiving.discard(request)
         self._waiting.pop(request, None)
@@ -167,7 +169,7 @@ class RequestTable:
 
     # A request whose cache goes to another engine, and the end of any request.
 
-    def finished(
+    def record_finished(
         self, request: str, params: dict[str, Any] | None, tokens: int, blocks: Blocks
     ) -> dict[str, Any] | None:
         """Record that a request has ended, successfully if it has `tokens`; return the parameters for its receiver.
@@ -190,8 +192,8 @@ class RequestTable:
             return None
         rows, firsts = {}, []
         for group, size in self._block_tokens.items():
-            start = _skipped(blocks[group])
-            rows[group] = Row(list(blocks[group][start : -(-tokens // size)]), start)
+            start = _count_skipped(blocks[group])
+            rows[group] = BlockRow(list(blocks[group][start : -(-tokens // size)]), start)
             firsts.append(start * size)
         self._steps.offered.append(Offered(request, tokens, rows))
         at = aiote.Address.parse(self.addresses[0])
@@ -220,6 +222,6 @@ def _remote(params: dict[str, Any] | None) -> Remote | None:
         return None
 
 
-def _skipped(blocks: Sequence[int]) -> int:
+def _count_skipped(blocks: Sequence[int]) -> int:
     """Return how many leading blocks a sliding window has left behind."""
     return next((place for place, block in enumerate(blocks) if block), len(blocks))

@@ -13,12 +13,12 @@ import aiote
 from ... import bridge as bridges
 from ...kvcache import Cache, PageRow
 from ...kvcache.blocking import BlockingConsumer, BlockingProducer
-from .requests import Row, Steps, Wanted
+from .requests import BlockRow, Steps, Wanted
 
-__all__ = ["Ended", "Transfers"]
+__all__ = ["EndedRequests", "RankTransfers"]
 
 
-class Ended(NamedTuple):
+class EndedRequests(NamedTuple):
     """Requests whose transfers have ended, so that the engine may use their pages again. `failed` are the requests in
     `received` whose cache has not come, and why, without the cancelled ones.
     """
@@ -28,7 +28,7 @@ class Ended(NamedTuple):
     failed: dict[str, str]
 
 
-class Transfers:
+class RankTransfers:
     """The transfers of one rank.
 
     reads: this rank reads the caches that it receives; otherwise the other side writes them. lease: seconds that an
@@ -55,7 +55,7 @@ class Transfers:
         self._consumer: BlockingConsumer | None = None
         self._receiving: dict[str, Wanted] = {}
         self._cancelled: set[str] = set()
-        self._refused = Ended(set(), set(), {})
+        self._refused = EndedRequests(set(), set(), {})
         try:
             if produces:
                 self._producer = BlockingProducer(self.bridge, cache, match_timeout=lease, renewal_limit=lease_limit)
@@ -71,7 +71,7 @@ class Transfers:
         return str(self.bridge.engine.address)
 
     def start(self, steps: Steps) -> None:
-        """Begin the new transfers of a step. `ended` reports a transfer that cannot begin."""
+        """Begin the new transfers of a step. `take_ended` reports a transfer that cannot begin."""
         for request in steps.offered:
             try:
                 assert self._producer is not None
@@ -106,9 +106,9 @@ class Transfers:
         except aiote.AioteError as error:
             self._refused.failed[wanted.request] = str(error)
 
-    def ended(self) -> Ended:
+    def take_ended(self) -> EndedRequests:
         """Return the transfers that have ended since the last call."""
-        ended, self._refused = self._refused, Ended(set(), set(), {})
+        ended, self._refused = self._refused, EndedRequests(set(), set(), {})
         if self._producer is not None:
             over = self._producer.poll()
             # The pages are free however the transfer ended; the receiver learns the outcome by itself.
@@ -141,5 +141,5 @@ class Transfers:
                     all_of_it.callback(side.close)
 
 
-def _rows(rows: dict[int, Row]) -> dict[int, PageRow]:
+def _rows(rows: dict[int, BlockRow]) -> dict[int, PageRow]:
     return {group: PageRow(row.blocks, row.start) for group, row in rows.items()}

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from ...bridge import Bridge
 from ..buckets import slots_of
-from ..host import Copy, Party, Receiving, Sending, Step, party
+from ..host import HostCopy, Party, Receiving, Sending, Step, party
 
 __all__ = [
     "AioteInitInfo",
@@ -93,7 +93,7 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: AioteUpdateInfo) -> None:
-        """Receive an update and load it. Raises UpdateError; each layer is then entirely the new or the old one.
+        """Receive an update and load it. Raises BroadcastError; each layer is then entirely the new or the old one.
 
         The trainer is told of an error that loading raises. Raises RuntimeError before `init_transfer_engine`.
         """
@@ -172,8 +172,8 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
     def send_weights(self) -> None:
         """Send the source's weights to every worker, and return when all have loaded them.
 
-        Raises UpdateError, or a worker's error; the next call begins a new update. The update fails if workers do not
-        request it within `connect_timeout` of the first tensor; the error names the workers that have.
+        Raises BroadcastError, or a worker's error; the next call begins a new update. The update fails if workers do
+        not request it within `connect_timeout` of the first tensor; the error names the workers that have.
         """
         if not self.is_sender:
             for _ in self.source:
@@ -211,7 +211,7 @@ def give_up(mine: Party, sending: Sending, done: Future[None]) -> None:
 def do(mine: Party, steps: Iterator[Step]) -> None:
     """Run the steps of sending, one after the other."""
     for step in steps:
-        if isinstance(step, Copy):
+        if isinstance(step, HostCopy):
             step()
         else:
             mine.bridge.call(step)

@@ -17,12 +17,12 @@ from .config import MoeConfig
 from .group import MoeGroup
 from .opening import open_group
 
-__all__ = ["HeldGroup", "Pending"]
+__all__ = ["HeldGroup", "PendingStep"]
 
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
+class PendingStep(Generic[T]):
     """A step in progress on the bridge. Calling it waits for the step, then runs `then` in the calling thread, once.
 
     Any thread may call it, any number of times. Each call raises the error of the step, if it failed.
@@ -61,18 +61,18 @@ class HeldGroup:
         Raises the errors of `open_group`, and UsageError on the bridge's own thread. An interruption cancels opening.
         """
         self.config, self._bridge = config, bridge
-        self._then: Callable[[], object] | None = None
+        self._at_close: Callable[[], object] | None = None
         bridge.require_elsewhere()
         self._opened: Promise[MoeGroup] = Promise()
-        self._holding = bridge.submit(self._hold(members, rank, config, group, tuple(masked), open_timeout))
-        self._holding.add_done_callback(self._over)
+        self._open_call = bridge.submit(self._keep_open(members, rank, config, group, tuple(masked), open_timeout))
+        self._open_call.add_done_callback(self._settle_opening)
         try:
             self.moe = self._opened.result()
         except BaseException:
-            self._holding.cancel()
+            self._open_call.cancel()
             raise
 
-    async def _hold(
+    async def _keep_open(
         self,
         members: Sequence[aiote.Address | str],
         rank: int,
@@ -88,7 +88,7 @@ class HeldGroup:
             self._opened.settle(None, moe)
             await self._closing.wait()
 
-    def _over(self, holding: Future[None]) -> None:
+    def _settle_opening(self, holding: Future[None]) -> None:
         if not self._opened.done():
             error = aiote.ClosedError("the group was not opened") if holding.cancelled() else holding.exception()
             self._opened.settle(error or aiote.ClosedError("the group is closed"))
@@ -96,25 +96,25 @@ class HeldGroup:
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of the group on the bridge's thread, and return its result."""
 
-        async def called() -> T:
+        async def call_function() -> T:
             return function(*arguments)
 
-        return self._bridge.call(called())
+        return self._bridge.call(call_function())
 
     def start(self, step: Any) -> Call[Any]:
         """Start a coroutine of the group on the bridge; the returned `Call` is done when the coroutine has ended."""
         return self._bridge.submit(step)
 
-    def then(self, function: Callable[[], object]) -> None:
+    def call_at_close(self, function: Callable[[], object]) -> None:
         """Make `close` call a function at its end, such as one that closes the bridge."""
-        self._then = function
+        self._at_close = function
 
     def close(self) -> None:
         """Leave the group, and return once no peer and no transfer uses its memory. Idempotent."""
         with suppress(aiote.ClosedError):
             self.run(self._closing.set)
-            self._holding.wait()
-        then, self._then = self._then, None
+            self._open_call.wait()
+        then, self._at_close = self._at_close, None
         if then is not None:
             then()
 

@@ -1,14 +1,14 @@
-"""Deal the cells of all targets among the source ranks that can send them.
+"""Assign the cells of all targets to the source ranks that can send them.
 
 A cell's weight is the number of bytes that leave its sender: the bytes of its box, once for each target rank that needs
-it. A cell may be divided into granules: rows, or whole blocks. Large granules are dealt first, each as a whole
-(`balance.place`). Then the remaining cells with the same possible senders form one line, a sequence of bytes.
-`balance.shares` says how many bytes of a line each sender takes, given what the sender has already. So at most one cell
-is divided at each boundary between two senders. If rounding gives a rank too many bytes, it takes fewer from the next
-lines. Lines with the largest granules come first, so that finer granules make up for their rounding.
+it. A cell may be divided into granules: rows, or whole blocks. Large granules are assigned first, each as a whole
+(`balance.place`). Then the remaining cells with the same possible senders form one queue, a sequence of bytes.
+`balance.shares` says how many bytes of a queue each sender takes, given what the sender has already. So at most one
+cell is divided at each boundary between two senders. If rounding gives a rank too many bytes, it takes fewer from the
+next queues. Queues with the largest granules come first, so that finer granules make up for their rounding.
 
 With `whole` (complete tensors, as after `full_tensor`), cells are not divided. Every target rank gets a tensor from one
-sender, the sender with the fewest bytes so far; the largest tensors are dealt first.
+sender, the sender with the fewest bytes so far; the largest tensors are assigned first.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .cells import Cell, Holder
 from .entries import Entry, bytes_needed
 from .layout import Layout
 
-__all__ = ["Unit", "deal", "deal_whole", "demands", "halves", "ranks_of"]
+__all__ = ["Unit", "assign_cells", "assign_tensors", "bytes_by_senders", "ranks_of", "split_unit"]
 
 Point = tuple[int, ...]
 Makers = tuple[int, ...]
 COARSE = 3
 """A granule is large if it has more than 1 / COARSE of the bytes that a rank sends.
 
-Lines of smaller granules follow the shares closely: in 2000 random plans the busiest rank had at most 0.83 of a granule
+Queues of smaller granules follow the shares closely: in 2000 random plans the busiest rank had at most 0.83 granules
 more than the bound of `balance`. With COARSE = 5 it had up to 1.4 granules more, with 64 up to 12.
 """
 MANY = 256
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
     ranks: tuple[int, ...] | None
 
 
-def halves(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
+def split_unit(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
     """Return the two halves of a unit along its outermost dimension with several granules; () for a single granule."""
     for dim, (start, stop, step) in enumerate(zip(unit.start, unit.stop, size, strict=True)):
         middle = start + -(-(stop - start) // step) // 2 * step
@@ -66,7 +66,7 @@ def halves(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
 
 
 class _Item(NamedTuple):
-    """A cell in a line: its weight, the dimension along which it may be divided, and its granules along that."""
+    """A cell in a queue: its weight, the dimension along which it may be divided, and its granules along that."""
 
     entry: int
     cell: int
@@ -89,7 +89,7 @@ def _makers(entry: Entry, cell: Cell, sources: Layout) -> Makers:
     return tuple(sorted(set.intersection(*groups) or set.union(*groups)))
 
 
-def demands(entries: Sequence[Entry], sources: Layout, targets: Layout) -> dict[Makers, int]:
+def bytes_by_senders(entries: Sequence[Entry], sources: Layout, targets: Layout) -> dict[Makers, int]:
     """Return how many bytes each set of possible senders must send between them; this is the same for every plan."""
     found: dict[Makers, int] = {}
     for entry in entries:
@@ -100,24 +100,24 @@ def demands(entries: Sequence[Entry], sources: Layout, targets: Layout) -> dict[
     return found
 
 
-def deal(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:
-    """Return units that make every cell once, in the order of the cells, dealt as evenly as the holders allow."""
-    lines: dict[Makers, list[_Item]] = {}
+def assign_cells(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:
+    """Return units that make every cell once, in the order of the cells, assigned as evenly as the holders allow."""
+    queues: dict[Makers, list[_Item]] = {}
     for number, entry in enumerate(entries):
         for at, cell in enumerate(entry.cells):
             weight = sum(len(ranks) * size for ranks, size in bytes_needed(entry, cell, targets))
-            lines.setdefault(_makers(entry, cell, sources), []).append(_item(entry, cell, number, at, weight))
-    fixed = Counter({makers[0]: sum(i.weight for i in line) for makers, line in lines.items() if len(makers) == 1})
-    units = [_unit(entries, i, 0, i.granules, m[0]) for m, line in lines.items() if len(m) == 1 for i in line]
-    lines = {makers: line for makers, line in lines.items() if len(makers) > 1}
-    total = sum(fixed.values()) + sum(item.weight for line in lines.values() for item in line)
-    ranks = set(fixed).union(*lines)
+            queues.setdefault(_makers(entry, cell, sources), []).append(_item(entry, cell, number, at, weight))
+    fixed = Counter({makers[0]: sum(i.weight for i in queue) for makers, queue in queues.items() if len(makers) == 1})
+    units = [_unit(entries, i, 0, i.granules, m[0]) for m, queue in queues.items() if len(m) == 1 for i in queue]
+    queues = {makers: queue for makers, queue in queues.items() if len(makers) > 1}
+    total = sum(fixed.values()) + sum(item.weight for queue in queues.values() for item in queue)
+    ranks = set(fixed).union(*queues)
     most = max([total // max(1, len(ranks)), *fixed.values()]) // COARSE
-    units += _deal_coarse(entries, lines, most, fixed)
-    fine = {makers: [i for i in line if i.weight <= most * i.granules] for makers, line in lines.items()}
+    units += _assign_coarse(entries, queues, most, fixed)
+    fine = {makers: [i for i in queue if i.weight <= most * i.granules] for makers, queue in queues.items()}
     quotas = shares(
         {(rank,): weight for rank, weight in fixed.items()}
-        | {makers: sum(item.weight for item in line) for makers, line in fine.items() if line}
+        | {makers: sum(item.weight for item in queue) for makers, queue in fine.items() if queue}
     )
     surplus: dict[int, int] = {}
     for makers in sorted(
@@ -139,14 +139,14 @@ def _item(entry: Entry, cell: Cell, number: int, at: int, weight: int) -> _Item:
     return _Item(number, at, weight, dim, counts[dim] if counts else 1)
 
 
-def _deal_coarse(
-    entries: Sequence[Entry], lines: Mapping[Makers, Sequence[_Item]], most: int, sent: Counter[int]
+def _assign_coarse(
+    entries: Sequence[Entry], queues: Mapping[Makers, Sequence[_Item]], most: int, sent: Counter[int]
 ) -> Iterator[Unit]:
     """Yield a unit for each granule of more than `most` bytes, and add the bytes that its maker sends to `sent`."""
     coarse = [
         (item, granule, makers)
-        for makers, line in lines.items()
-        for item in line
+        for makers, queue in queues.items()
+        for item in queue
         if item.weight > most * item.granules
         for granule in range(item.granules)
     ]
@@ -158,7 +158,7 @@ def _deal_coarse(
 def _divide(
     entries: Sequence[Entry], items: Sequence[_Item], quotas: Mapping[int, int], surplus: dict[int, int]
 ) -> Iterator[Unit]:
-    """Yield the units of a line. Each rank's bytes are as close to its quota as granules allow.
+    """Yield the units of a queue. Each rank's bytes are as close to its quota as granules allow.
 
     Adds to `surplus` how many bytes each rank has taken above its quota.
     """
@@ -185,7 +185,7 @@ def _divide(
 
 
 def _bounds(quotas: Mapping[int, int], surplus: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return (rank, end) pairs: the rank takes the line up to byte `end`. An earlier surplus reduces a rank's quota."""
+    """Return (rank, end) pairs: the rank takes the queue up to byte `end`. An earlier surplus reduces its quota."""
     total = sum(quotas.values())
     wanted = {rank: max(0, quota - surplus.get(rank, 0)) for rank, quota in quotas.items()}
     wanted = {rank: want for rank, want in wanted.items() if want} or dict(quotas)
@@ -209,7 +209,7 @@ def _unit(entries: Sequence[Entry], item: _Item, first: int, last: int, rank: in
     return Unit(item.entry, item.cell, tuple(start), tuple(stop), rank, None)
 
 
-def deal_whole(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:
+def assign_tensors(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:
     """Return units that make whole cells, in the order of the cells; each target rank gets a cell from one sender."""
     jobs = []
     for number, entry in enumerate(entries):
@@ -223,13 +223,15 @@ def deal_whole(entries: Sequence[Entry], sources: Layout, targets: Layout) -> li
         senders = _senders(entry, cell, sources, sent)
         heap = [(sent.get(rank, 0), rank) for rank in senders]
         heapq.heapify(heap)
-        dealt: dict[int, list[int]] = {rank: [] for rank in senders}
+        assigned: dict[int, list[int]] = {rank: [] for rank in senders}
         for target, size in wants:
             done, rank = heap[0]
             heapq.heapreplace(heap, (done + size, rank))
-            dealt[rank].append(target)
+            assigned[rank].append(target)
         sent.update((rank, done) for done, rank in heap)
-        units += [Unit(number, at, cell.start, cell.stop, rank, tuple(ranks)) for rank, ranks in dealt.items() if ranks]
+        units += [
+            Unit(number, at, cell.start, cell.stop, rank, tuple(ranks)) for rank, ranks in assigned.items() if ranks
+        ]
     return sorted(units)
 
 

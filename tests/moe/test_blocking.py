@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote.moe import MoeConfig, open_group
-from aiote.moe.held import HeldGroup, Pending
+from aiote.moe.blocking import HeldGroup, PendingStep
 from bridges import bridge_to
 from engines import PATIENCE_S, opened
 from moe_ranks import Tokens, all_of, compute, ranks, reference
@@ -30,13 +30,13 @@ def test_a_thread_makes_rounds_of_a_group_on_a_bridge():
         for _ in range(3):
             round = held.run(held.moe.dispatch_send, given.x, given.ids, given.weights)
             found: list[Any] = []
-            wait = Pending(held.start(round.dispatch_recv()), found.append)
+            wait = PendingStep(held.start(round.dispatch_recv()), found.append)
             wait()
             wait()
             (batch,) = found
             held.run(round.combine_send, compute(held.moe, batch))
             out = np.zeros((7, 8), np.float32)
-            end = Pending(held.start(round.combine_recv(out)))
+            end = PendingStep(held.start(round.combine_recv(out)))
             end()
             assert (out == reference(CONFIG, given)).all()
         held.close()
