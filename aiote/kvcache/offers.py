@@ -264,7 +264,7 @@ class Offers:
                 await self._bell.wait()
             if scope.cancelled_caught:
                 raise TransferRefused(
-                    f"request {request!r} was not offered within match_timeout ({self.match_timeout} s)"
+                    f"request {request!r} was not offered within {self.match_timeout} s (match_timeout)"
                 )
         return self._open[request]
 

@@ -67,7 +67,7 @@ def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> B
         raise aiote.UsageError(f"{what}: expected contiguous rows, got strides {strides}")
     rest = list(zip(found[:-1], strides[:-1], strict=True))
     if min((stride for _, stride in rest), default=0) < 0:
-        raise aiote.UsageError(f"{what}: expected strides from 0 on, got {strides}")
+        raise aiote.UsageError(f"{what}: its strides {strides} are negative, expected strides from 0 on")
     extent = sum((length - 1) * stride for length, stride in rest) + found[-1] * size
     memory = (ctypes.c_uint8 * extent).from_address(address)
     view = np.ndarray((*found[:-1], found[-1] * size), np.uint8, memoryview(memory), 0, (*strides[:-1], 1))

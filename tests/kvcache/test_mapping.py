@@ -205,7 +205,7 @@ def test_a_cache_of_arrays_is_what_their_strides_say():
     ("change", "text"),
     [
         ({"offset": 100}, "ends at byte"),
-        ({"memory": 1}, "memory 1 of 1"),
+        ({"memory": 1}, "names memory 1, and there are 1"),
         ({"head_stride": 3}, "a stride of 3"),
         ({"page_stride": 30}, "a stride of 30"),
         ({"layer": 1}, "was added twice"),

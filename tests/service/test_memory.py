@@ -149,7 +149,7 @@ async def test_grants_of_memory_that_was_not_asked_for_are_refused():
                     borrowed.granted(number, nbytes, claimed(how, descriptor, owner.address, third.address), "")
             group.cancel_scope.cancel()
         for piece in ((1, 0, 1), (0, nbytes, 1), (0, 1 << 61, 1 << 61), (0, 0, nbytes + 1)):
-            with pytest.raises(ValueError, match="was not lent"):
+            with pytest.raises(ValueError, match="was not lent|of lent memory"):
                 lent.view(piece)
         assert len(lent.view((0, nbytes - 5, 5))) == 5
         await lent.close()
