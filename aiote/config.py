@@ -185,7 +185,7 @@ class EngineConfig:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:
             raise UsageError(
-                f"cluster_key has {len(self.cluster_key)} bytes; at least {MIN_KEY_BYTES} are needed, drawn at random"
+                f"cluster_key has {len(self.cluster_key)} bytes: expected at least {MIN_KEY_BYTES}, drawn at random"
             )
         if self.identity is not None and len(self.identity) != 16:
             raise UsageError(f"identity has {len(self.identity)} bytes, expected 16")

@@ -97,7 +97,7 @@ class Runtime:
     def require_here(self) -> None:
         """Raise UsageError outside of the engine's own event loop, and in a forked child."""
         if self.inherited:
-            raise UsageError("this engine belongs to the parent process: open one of the child's own after a fork")
+            raise UsageError("this engine belongs to the parent process: after a fork, open another one in the child")
         self.loop.require_here()
 
     def require_open(self) -> None:

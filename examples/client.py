@@ -25,7 +25,10 @@ async def main(args: argparse.Namespace) -> None:
                 await client.embed(args.words, vectors)
         except TimeoutError:
             # The call is cancelled at the service, too, and nothing of it lands in `vectors` any more.
-            print(f"not within {args.patience} s; {numpy.count_nonzero(vectors)} of {vectors.size} numbers have come")
+            print(
+                f"no answer within {args.patience} s; {numpy.count_nonzero(vectors)} of {vectors.size} "
+                "numbers had arrived"
+            )
         else:
             for word, vector in zip(args.words, vectors, strict=True):
                 print(f"{word}: {', '.join(f'{value:.2f}' for value in vector[:3])}, ... ({WIDTH} numbers)")

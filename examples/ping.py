@@ -109,7 +109,7 @@ async def own_server(provider: str) -> AsyncIterator[str]:
     try:
         line = await child.stdout.readline()
         if not line:
-            raise PingError("the other process did not start, see above")
+            raise PingError("the other process did not start; its error is above")
         yield line.decode().strip()
     finally:
         # It ends by itself when its only client is gone.
@@ -151,9 +151,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--connect", metavar="ADDRESS", help="measure against the side that listens at ADDRESS")
     args = parser.parse_args()
     if args.connect is not None and args.listen is not None:
-        parser.error("--listen and --connect are the two sides: give one, or none to run both here")
+        parser.error("--listen and --connect are two sides: give one of them, or none to run both here")
     if args.once and args.listen is None:
-        parser.error("--once goes with --listen")
+        parser.error("--once needs --listen")
     return args
 
 

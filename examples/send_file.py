@@ -120,7 +120,7 @@ async def take_file(engine: aiote.Engine, message: aiote.Message, folder: Path) 
     if final.name != name or name in ("", ".", ".."):
         raise FileError(f"{name!r} is not the name of a file")
     if final.exists():
-        raise FileError(f"{name} is in the receiver's folder already")
+        raise FileError(f"{name} exists in the receiver's folder; rename one of the two")
     with part_file(folder) as file:
         memory = await make_room(file, size)
         with engine.counter() as arrivals:
@@ -167,7 +167,7 @@ def check_and_name(part: Path, memory: mmap.mmap | None, expected: str, final: P
     if memory is not None:
         memory.flush()
     if final.exists():
-        raise FileError(f"{final.name} is in the receiver's folder already")
+        raise FileError(f"{final.name} exists in the receiver's folder; rename one of the two")
     part.rename(final)
 
 

@@ -135,7 +135,7 @@ def main() -> int:
     arguments = parser.parse_args()
     site = arguments.site.resolve()
     if not (site / "index.html").exists():
-        parser.error(f"{arguments.site} has no index.html: `make docs` builds the site")
+        parser.error(f"{arguments.site} has no index.html: build the site with `make docs`")
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     wrong = dead_links(site, pages)
     hosts = outside(pages)

@@ -45,7 +45,7 @@ class CleanRoot:
         for name in ("dev", "sys", "proc", "tmp", "wheels"):
             (folder / name).mkdir(exist_ok=True)
         if found := [str(path) for pattern in ABSENT for path in folder.glob(f"**/{pattern}")]:
-            raise SystemExit(f"error: what must not be there is there: {found}")
+            raise SystemExit(f"error: the root folder has files that it must not have: {found}")
 
     def run(self, *command: str, text: str | None = None, status: int = 0) -> str:
         """Run a command in it, with no network but loopback; return what it says. Another status ends all."""
@@ -73,7 +73,7 @@ class CleanRoot:
         options = ["--only-binary=:all:", f"--python-version={number}", *platforms, f"--platform={_platform(wheel)}"]
         fetch = [*pip, *options, "--find-links", house, f"aiote[cli] @ {wheel.absolute().as_uri()}"]
         if subprocess.run([str(word) for word in fetch]).returncode:
-            raise SystemExit("error: what the wheel depends on cannot be had")
+            raise SystemExit("error: the wheel's dependencies cannot be downloaded")
         self.run(f"/usr/bin/python{self.version}", "-m", "venv", "/env")
         self.run("/env/bin/pip", "install", "--no-index", "--find-links=/wheels", "aiote[cli]")
 

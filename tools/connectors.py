@@ -53,7 +53,7 @@ def installed(name: str, python: Path) -> str:
         venv.create(FOLDER / name, clear=True, with_pip=True)
         # Not wheels alone: antlr4-python3-runtime 4.9.3, which verl's omegaconf wants, has none.
         if run(python, *PIP, "install", "--no-deps", "--prefer-binary", "-r", TESTS / f"{name}.txt", env=exact()):
-            return "NOT INSTALLED: what it needs could not be had; why is said above"
+            return "NOT INSTALLED: its packages could not be installed; pip's error is above"
         if name == "torch" and (why := torch_transports.install(python)):
             return f"NOT INSTALLED: {why}"
         stamp.write_text(wanted)
@@ -61,7 +61,7 @@ def installed(name: str, python: Path) -> str:
     if not sources.exists() or sources.read_text() != now:
         built = wheel()
         if built is None or run(python, *PIP, "install", "--no-index", "--no-deps", "--force-reinstall", built):
-            return "NOT INSTALLED: the wheel of this checkout"
+            return "NOT INSTALLED: this checkout's wheel could not be built or installed; the error is above"
         sources.write_text(now)
     return ""
 
@@ -111,7 +111,7 @@ def main() -> int:
     names, given = sys.argv[1:at], sys.argv[at + 1 :]
     all_of_them = (*HOSTS, MARKED)
     if unknown := set(names) - set(all_of_them):
-        print(f"no such host: {', '.join(sorted(unknown))}; there are {', '.join(all_of_them)}", file=sys.stderr)
+        print(f"no such host: {', '.join(sorted(unknown))}; expected some of {', '.join(all_of_them)}", file=sys.stderr)
         return 2
     return concluded([marked(given) if name == MARKED else tested(name, given) for name in names or all_of_them])
 

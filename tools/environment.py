@@ -93,7 +93,7 @@ def make(venv: Path) -> None:
         if theirs != ours:
             raise SystemExit(
                 f"error: {venv} holds Python {theirs}, PYTHON={sys.executable} is {ours}: "
-                f"give it an environment of its own, for example VENV=.venv-{ours}"
+                f"name another environment, for example VENV=.venv-{ours}"
             )
         return
     say(f"making {venv}")
@@ -114,9 +114,9 @@ def without_atheris() -> str:
     """Say what to do where the fuzzer has no wheel."""
     here = f"Python {sys.version_info[0]}.{sys.version_info[1]} on {sysconfig.get_platform()}"
     return (
-        f"Fuzzing needs a wheel of {NEVER_BUILT}. If the above says that there is none for {here}, name another "
-        f"interpreter, for example: make fuzz PYTHON=python3.11 VENV=.venv-fuzz. Nothing else needs it; make test "
-        "runs the fuzz targets over their corpus without it."
+        f"Fuzzing needs a wheel of {NEVER_BUILT}. If the output above says that there is none for {here}, name another "
+        f"interpreter, for example: make fuzz PYTHON=python3.11 VENV=.venv-fuzz. Only make fuzz needs it; "
+        "make test runs the fuzz targets over their corpus without it."
     )
 
 
@@ -124,7 +124,7 @@ def pinned(name: str, pins: Path = PINS) -> str:
     """Return the version of a package that the constraints pin on every Python."""
     found = re.search(rf"^{re.escape(name)}==(\S+)$", pins.read_text(), re.MULTILINE)
     if found is None:
-        raise SystemExit(f"error: {pins} has no line {name}==VERSION without a marker")
+        raise SystemExit(f"error: {pins} has no line {name}==VERSION without a marker: run make pins")
     return found[1]
 
 
@@ -141,7 +141,7 @@ def install_torch(venv: Path, pins: Path) -> None:
     try:
         pip_install(venv, *options, f"torch=={version}+cpu")
     except SystemExit:
-        say("there is no torch for the CPU alone, so the one with CUDA is installed")
+        say("there is no torch for the CPU only, so torch with CUDA is installed")
         pip_install(venv, *options, f"torch=={version}")
     stamp.write_text(wanted)
 

@@ -134,22 +134,22 @@ def main_is_checked_out(repository: Repository) -> str:
 def prepare(repository: Repository) -> Landing:
     """Decide what would land. Raises RefusedError where nothing can."""
     if not repository.asks("symbolic-ref", "--quiet", "HEAD"):
-        raise RefusedError("HEAD is detached, and a branch is what lands: git switch --create NAME")
+        raise RefusedError("HEAD is detached, and only a branch can land: git switch --create NAME")
     branch = repository.git("symbolic-ref", "--short", "HEAD")
     if branch == MAIN:
         raise RefusedError(
-            f"you are on {MAIN}, which moves by landing alone. Keep what you have on a branch and land that: "
+            f"you are on {MAIN}, which only a landing may move: put your commits on a branch and land that: "
             f"git switch --create NAME"
         )
     if dirty := repository.git("status", "--porcelain"):
-        raise RefusedError(f"uncommitted changes would not be tested; commit, stash or remove them:\n{dirty}")
+        raise RefusedError(f"uncommitted changes would not be tested: commit, stash or remove them:\n{dirty}")
     if elsewhere := main_is_checked_out(repository):
         raise RefusedError(f"{MAIN} is checked out in {elsewhere}: switch that checkout to another branch")
     landing = Landing(repository.commit("HEAD"), repository.commit(MAIN))
     if landing.head == landing.main:
         raise RefusedError(f"nothing to land: {branch} is {MAIN}, {short(landing.main)}")
     if not repository.asks("merge-base", "--is-ancestor", landing.main, landing.head):
-        raise RefusedError(f"{MAIN} has commits that {branch} has not: git rebase {MAIN}, then land again")
+        raise RefusedError(f"{MAIN} has commits that {branch} lacks: git rebase {MAIN}, then land again")
     return landing
 
 
@@ -259,7 +259,7 @@ def move(repository: Repository, landing: Landing) -> None:
         repository.git("update-ref", "-m", "land", f"refs/heads/{MAIN}", landing.head, landing.main)
     except RefusedError as error:
         raise RefusedError(
-            f"{MAIN} has moved meanwhile, so it stays: git rebase {MAIN}, then land again ({error})"
+            f"{MAIN} moved during the tests, so nothing landed: git rebase {MAIN}, then land again ({error})"
         ) from None
 
 
@@ -289,7 +289,7 @@ def check(repository: Repository) -> int:
     """Say whether main is the commit that passed last: status 0 if so, 1 if not, 3 without a record."""
     main, record = repository.commit(MAIN), repository.passed()
     if record is None:
-        print(f"unknown: {MAIN} is {short(main)}, and no landing is on record here")
+        print(f"unknown: {MAIN} is {short(main)}, and this repository has no record of a landing")
         return 3
     passed = f"{short(record['commit'])}, {record.get('when', 'at an unknown time')}"
     if record["commit"] == main:

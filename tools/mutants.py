@@ -68,7 +68,7 @@ def environment(library: str) -> dict[str, str]:
     """Return the environment in which the private copy is the one that is imported."""
     path = system_library() if library == "old" else wheel_library()
     if path is None:
-        raise SystemExit(f"no {library} libfabric here; make test names what installs it")
+        raise SystemExit(f"this machine has no {library} libfabric; make test says how to install it")
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -153,7 +153,7 @@ def missed(mechanism: Mechanism) -> str | None:
     if status is None or status < 0:
         return "a hang" if status is None else f"signal {-status}"
     if status not in (0, FAILED):
-        raise SystemExit(f"{mechanism.name}: its tests could not be run (status {status}):\n{said[-2000:]}")
+        raise SystemExit(f"{mechanism.name}: its tests could not run (status {status}):\n{said[-2000:]}")
     return first_failure(said) if status == FAILED else None
 
 
@@ -165,7 +165,7 @@ def control(chosen: list[Mechanism]) -> bool:
         status, said = run(tests, library)
         if status != 0:
             print(said[-4000:])
-            print(f"with nothing taken out the tests do not pass (library: {library})", flush=True)
+            print(f"the tests fail even without a mutation (library: {library}): mend them first", flush=True)
             return False
     return True
 

@@ -109,14 +109,14 @@ def merged(found: dict[str, Pins]) -> list[str]:
 def main() -> int:
     here = pythons.found()
     if not here:
-        raise SystemExit("error: none of the Pythons that the README names is here; nothing was written")
+        raise SystemExit("error: this machine has none of the Pythons that the README names; nothing was written")
     missing = [version for version in pythons.named() if version not in here]
     found = {version: resolve(version, path) for version, path in here.items()}
     said = f" Not here, and so as on the one next to it: {', '.join(missing)}." if missing else ""
     header = HEADER.format(found="Python " + ", ".join(here), missing=said)
     PINS.write_text(header + "".join(f"{line}\n" for line in merged(found)))
     if missing:
-        print(f"*** NOT FOUND HERE: Python {', '.join(missing)}, whose pins are those of the one next to it")
+        print(f"*** NOT FOUND HERE: Python {', '.join(missing)}, which gets the pins of the nearest version")
     print(f"wrote {PINS}; commit it by itself")
     return 0
 

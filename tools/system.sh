@@ -38,7 +38,7 @@ have_header infiniband/verbs.h || need libibverbs-dev
 have_library libfabric.so.1 || need libfabric1
 have_library libibverbs.so.1 || need libibverbs1
 if ! command -v "$python" >/dev/null; then
-    [ "$python" = python3 ] || { echo "error: PYTHON=$python was not found" >&2; exit 1; }
+    [ "$python" = python3 ] || { echo "error: PYTHON=$python was not found; name an installed Python 3.11 or later" >&2; exit 1; }
     need python3 && need python3-dev && need python3-venv
 else
     in_python 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -81,7 +81,7 @@ fi
 if [ "${3:-}" = again ]; then
     [ -z "$wished" ] || echo "tests that need one of these will be skipped:$wished" >&2
     [ -n "$missing" ] || exit 0
-    echo "error: still not found after installing:$missing" >&2
+    echo "error: these packages are still missing after the installation:$missing" >&2
     exit 1
 fi
 [ -z "$missing" ] || command -v fi_info >/dev/null || need libfabric-bin  # shows what libfabric finds; no need of ours
@@ -90,8 +90,8 @@ if [ -z "$missing" ] && { ! command -v apt-get || { [ "$(id -u)" != 0 ] && ! com
     exec sh "$0" "$python" "$purpose" again
 fi
 if ! command -v apt-get >/dev/null; then
-    echo "error: this machine lacks what Debian calls:$missing" >&2
-    echo "Install their counterparts and run make again. On Fedora and its kin:" \
+    echo "error: this machine lacks the counterparts of these Debian packages:$missing" >&2
+    echo "Install them and run make again. On Fedora and similar systems:" \
         "dnf install gcc glibc-devel libfabric libfabric-devel python3-devel; on Arch: pacman -S gcc libfabric python" >&2
     exit 1
 fi
@@ -99,15 +99,15 @@ as_root=
 if [ "$(id -u)" != 0 ]; then
     command -v sudo >/dev/null || {
         echo "error: these Debian packages are missing:$missing" >&2
-        echo "Run as root: apt-get install$missing" >&2
+        echo "Run this as root, then make again: apt-get install$missing" >&2
         exit 1
     }
     as_root=sudo
 fi
 echo "installing the Debian packages that are missing:$missing$wished"
 [ -n "$as_root" ] && [ ! -t 0 ] && as_root='sudo -n'
-$as_root apt-get update -qq || echo "apt-get update failed: going on with the package lists that are here" >&2
+$as_root apt-get update -qq || echo "apt-get update failed; continuing with the present package lists" >&2
 install="$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"
 [ -z "$missing" ] || $install $missing
-[ -z "$wished" ] || $install $wished || echo "not installed:$wished" >&2
+[ -z "$wished" ] || $install $wished || echo "could not install (tests that need them are skipped):$wished" >&2
 exec sh "$0" "$python" "$purpose" again

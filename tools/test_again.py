@@ -38,7 +38,9 @@ def judged(outcomes: Sequence[Outcome], again: Again, say: Callable[[str], None]
         if all(failure.get("ran_out") for failure in failures)
     ]
     if len(waits) > MOST_UNSTEADY:
-        return Verdict(said=f"{len(waits)} waits ran out, more than {MOST_UNSTEADY}: none of these tests was run again")
+        return Verdict(
+            said=f"{len(waits)} waits timed out, more than {MOST_UNSTEADY}, so these tests were not repeated"
+        )
     verdict = Verdict()
     for outcome, failures in waits:
         say(f"again, alone: {failures[0]['nodeid']} ({outcome.name})")

@@ -138,7 +138,7 @@ def record(reports: Path, tests: Path, path: Path) -> Durations:
             of_kind = new.setdefault(report.stem.rpartition("-")[0], {})
             of_kind[name] = round(of_kind.get(name, 0.0) + seconds, 1)
     if not new:
-        raise FileNotFoundError(f"{reports} has no report of a run: make test writes them")
+        raise FileNotFoundError(f"{reports} has no report of a run: run make test first")
     path.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
     return new
 

@@ -97,7 +97,7 @@ def suite(kind: str) -> Outcome:
     name, started = f"Python {RUNNING}, {kind}", time.monotonic()
     banner(f"every test on {name}")
     if (python := prepared(kind)) is None:
-        return Outcome(name, False, "NOT INSTALLED: why is said above", time.monotonic() - started)
+        return Outcome(name, False, "NOT INSTALLED: the error is above", time.monotonic() - started)
     report = REPORTS / f"{RUNNING}-{kind}.xml"
     report.unlink(missing_ok=True)
     chosen = ["--combinations", "tests", *(f"--ignore=tests/{folder}" for folder in LEFT_OUT)]

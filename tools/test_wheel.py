@@ -69,7 +69,7 @@ def main() -> int:
         environment = {**os.environ, "PYTHONPATH": str(here / "site")}
         where = f"import aiote, sys; sys.exit(not aiote.__file__.startswith({str(here)!r}))"
         if run(sys.executable, "-P", "-c", where, cwd=here, env=environment):
-            print("another aiote than the wheel's is imported")
+            print("Python imported another aiote than the wheel's")
             return 1
         chosen = (
             "-q",

@@ -51,7 +51,7 @@ class Driver:
                 self._asyncio.add_reader(core.fd, self._readable)
             except NotImplementedError:
                 raise UsageError(
-                    "this event loop watches no descriptors (a proactor?): use asyncio's selector loop"
+                    "this event loop cannot watch file descriptors (a proactor?): use asyncio's selector loop"
                 ) from None
             self._join()
         else:

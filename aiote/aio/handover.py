@@ -92,7 +92,7 @@ class Handover:
         try:
             self._socket, self.address = guarded_socket(True)
         except OSError as error:
-            raise failed(error, f"no socket to hand over wake-ups by: {error.strerror}") from error
+            raise failed(error, f"cannot open a socket to exchange wake-ups: {error.strerror}") from error
         self._on_arrival = on_arrival
         self._task: LoopTask = loop.spawn(self._listen, name="aiote handover", after=self._socket.close)
 
@@ -122,10 +122,14 @@ class Handover:
         if flags & socket.MSG_CTRUNC:
             # The kernel has installed the descriptors that fit, so close them.
             _close_aside(list(descriptors))
-            raise OSError(errno.EMFILE, f"not all of it came: over {MAX_DESCRIPTORS}, or more than may be open here")
+            raise OSError(
+                errno.EMFILE,
+                f"not all descriptors came: there were over {MAX_DESCRIPTORS}, or this process may "
+                "not open more (ulimit -n)",
+            )
         if not all(map(_is_memory, descriptors)):
             _close_aside(list(descriptors))
-            raise OSError(errno.EINVAL, "something that is no memory")
+            raise OSError(errno.EINVAL, "a descriptor is not shared memory")
         return list(descriptors), data[len(parse_address(self.address)[0]) :]
 
     @property

@@ -96,7 +96,7 @@ def current_loop() -> EventLoop:
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_task():
         return TrioLoop()
-    raise UsageError("no event loop is running: an engine is opened in a coroutine of asyncio or trio")
+    raise UsageError("no event loop is running: open the engine in a coroutine of asyncio or trio")
 
 
 def require_loop(expected: object, running: object, thread: int) -> None:

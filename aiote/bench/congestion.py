@@ -65,5 +65,5 @@ def enter_namespace(name: str = "reno") -> None:
         SETTING.write_text(name)
     except OSError as error:
         raise NamespaceError(
-            f"no network namespace with {name} can be made: {error}; run as root, allow user namespaces, or go without"
+            f"cannot make a network namespace with {name}: {error}; run as root, allow user namespaces, or omit --reno"
         ) from error

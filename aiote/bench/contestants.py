@@ -111,7 +111,7 @@ def aiote_worker(role: str, setting: Setting, host: str = "") -> list[str]:
 def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
     """Return the command of a side of the pair in C. Raises BenchError if the program was not built."""
     if not RAW.exists():
-        raise BenchError(f"the raw baseline is missing: {RAW.name} is built and installed with the package")
+        raise BenchError(f"the baseline {RAW.name} is missing; it is built with the package, so install aiote again")
     command = [str(RAW), "--role", role]
     if host:
         command += ["--host", host]
@@ -121,7 +121,7 @@ def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
 def worker_command(contestant: Contestant, role: str, setting: Setting, processor: int, host: str = "") -> list[str]:
     """Return the command of one side. Raises BenchError if the contestant does not support the setting."""
     if contestant.kind != "aiote" and setting.memory != "host":
-        raise BenchError(f"{contestant.name}: only aiote's own loops move memory of a GPU")
+        raise BenchError(f"{contestant.name}: only aiote's own loops can move GPU memory; use --memory host")
     if contestant.kind == "other":
         command = [*contestant.command, "--role", role]
     else:

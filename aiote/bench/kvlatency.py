@@ -160,7 +160,7 @@ def _lose_one(start: Callable[[], AbstractContextManager[Pair]], workload: Workl
             took = _lose(pair, workload, number)
         if took >= 0:
             return took
-    raise BenchError(f"{TRIES} requests were over before their prefillers were dead")
+    raise BenchError(f"{TRIES} requests ended before their prefillers had died; measure with larger requests")
 
 
 def _lose(pair: Pair, workload: Workload, number: int) -> float:

@@ -55,7 +55,7 @@ def command_of(work: Work, mode: str, place: str) -> list[str]:
     if work.op == "latency":
         return ["ib_send_lat", "-e", *common] if mode == "event" else ["ib_write_lat", *common]
     if work.op not in BANDWIDTH:
-        raise WorkerError(f"perftest measures no {work.op}")
+        raise WorkerError(f"perftest cannot measure {work.op}")
     outstanding = min(work.window, MAX_READS) if work.op == "read" else work.window
     events = ["-e"] if mode == "event" and work.op == "send" else []
     return [BANDWIDTH[work.op], *events, *common, "-t", str(outstanding)]
@@ -69,10 +69,10 @@ def result_of(work: Work, said: str) -> dict[str, Any]:
     except (IndexError, ValueError):
         numbers = []
     if len(numbers) < (4 if work.op == "latency" else 3):
-        raise WorkerError(f"no figures in what it said: {said.strip()[-200:]!r}")
+        raise WorkerError(f"no figures in its output: {said.strip()[-200:]!r}")
     if not all(0 < number < math.inf for number in numbers[: 4 if work.op == "latency" else 3]):
         raise WorkerError(
-            f"it measured {numbers[0]:g} to {numbers[1]:g}: it could not find out how fast the cycle counter runs "
+            f"it measured {numbers[0]:g} to {numbers[1]:g}: it could not determine the rate of the cycle counter "
             "(/proc/cpuinfo does not say it, or the machine is too busy)"
         )
     if work.op != "latency":
@@ -106,7 +106,7 @@ class Runner:
         self.arguments = arguments
         (port, gid), *more = ports_of(arguments.role, arguments.rails)
         if more:
-            raise WorkerError(f"it drives one port, not {1 + len(more)}")
+            raise WorkerError(f"it drives one port, got {1 + len(more)}; name one with --rails")
         self.place = f"{port.device}:{port.number}:{gid.index}"
         self.tcp_port = _free_port()
         self.peer = ""

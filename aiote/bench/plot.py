@@ -32,7 +32,7 @@ def draw(path: Path, records: Sequence[BenchRecord]) -> None:
         if record.runs:
             panels.setdefault((record.provider, record.unit, record.memory_text), []).append(record)
     if not panels:
-        raise BenchError("there is nothing to draw")
+        raise BenchError("no records can be drawn; measure more sizes")
     figure = Figure(figsize=(max(6.0, 4.5 * len(panels)), 4.5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, ((provider, unit, memory), group) in zip(axes, panels.items(), strict=True):

@@ -74,5 +74,6 @@ def show(records: Sequence[BenchRecord], console: Console) -> None:
         console.print(table)
     if disturbed := sum(record.disturbed for record in records if record.contestant == "aiote"):
         console.print(
-            f"{disturbed} rounds were thrown away and repeated: something else ran on the cores of a spinning process"
+            f"{disturbed} rounds were discarded and repeated, because another process ran on the "
+            "cores of a spinning one"
         )

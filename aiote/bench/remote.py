@@ -52,10 +52,10 @@ def parse_place(text: str, *, default_host: str) -> tuple[str, int]:
     else:
         host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
         if ":" in host:
-            raise ValueError(f"{text!r}: an IPv6 address needs brackets")
+            raise ValueError(f"{text!r}: put an IPv6 address in brackets, as in [::1]:7000")
     number = int(port) if port else PORT
     if not 0 <= number <= 65535:
-        raise ValueError(f"{number} is no port")
+        raise ValueError(f"{number} is not a port: expected 0 to 65535")
     return host or default_host, number
 
 
@@ -98,13 +98,13 @@ class WorkerConnection:
         except OSError as error:
             host, port = self._place
             raise BenchError(
-                f"nobody listens at {host}:{port} ({error}); start `aiote bench write --listen` there first"
+                f"cannot connect to {host}:{port} ({error}); start `aiote bench write --listen` there first"
             ) from error
 
     def spawn(self, name: str, kind: str, setting: Setting) -> RemoteSide:
         """Start a target worker on the other machine. Raises BenchError."""
         if kind == "other":
-            raise BenchError(f"{name}: other libraries are compared on one machine only")
+            raise BenchError(f"{name}: other libraries can be compared on one machine only; omit --connect")
         sock = self._dial()
         sock.settimeout(None)
         side = RemoteSide(f"{name} target", sock)
@@ -131,7 +131,10 @@ def parse_request(line: bytes) -> tuple[str, dict[str, Any]]:
             raise BenchError(f"{name}={value!r} is not accepted")
     arena, sharing = numbers["arena"], numbers["gpu_sharing"]
     if type(arena) is not int or not 0 < arena <= MAX_ARENA or set(fields) != {*words, *numbers}:
-        raise BenchError(f"arena={arena!r} is not accepted, or something unknown was asked for")
+        raise BenchError(
+            f"arena={arena!r} is not accepted, or the request has an unknown field; use one version of "
+            "aiote on both machines"
+        )
     if sharing is not None and not isinstance(sharing, bool):
         raise BenchError(f"gpu_sharing={sharing!r} is not accepted")
     return kind, {**words, **numbers}
@@ -145,7 +148,7 @@ def _first_line(sock: socket.socket) -> bytes:
         if not data and not held:
             return b""
         if not data or len(held) > LINE_BYTES:
-            raise BenchError("the connection ended before it had asked for anything")
+            raise BenchError("the connection ended before it had sent a request")
         held += data
     return held
 

@@ -53,7 +53,7 @@ class JsonLines:
         deadline = time.monotonic() + patience
         while b"\n" not in self._held:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                raise BenchError(f"{self.name}: no answer in {patience:.0f} s")
+                raise BenchError(f"{self.name}: no answer within {patience:.0f} s")
             data = os.read(self._fd, 65536)
             if not data:
                 raise BenchError(f"{self.name}: ended without an answer")

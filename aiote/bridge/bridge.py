@@ -123,7 +123,10 @@ def _require_same(thread: EngineThread, given: Opening, kept_bytes: int) -> None
     differing = [pair for pair in pairs if pair[1] != pair[2]]
     if differing:
         what = "; ".join(f"{name} is {here!r}, not {there!r}" for name, here, there in differing)
-        raise UsageError(f"this process's engine is open, for all who acquire it, with other settings: {what}")
+        raise UsageError(
+            f"this process's engine is already open with other settings ({what}), and all callers "
+            "share it: give the same settings, or none"
+        )
 
 
 def _release(thread: EngineThread) -> None:
@@ -256,7 +259,9 @@ class Bridge:
     def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = None, *, waits: bool = False) -> Call[T]:
         """Prepare a call. `waits`: this thread will wait for it, so it must not be the bridge's own."""
         if not inspect.iscoroutine(work):
-            raise UsageError(f"a coroutine is expected, as an async function returns it, got {type(work).__name__}")
+            raise UsageError(
+                f"expected a coroutine, which a call of an async function returns, got {type(work).__name__}"
+            )
         try:
             self.require_open()
             if waits:
@@ -329,7 +334,7 @@ class Bridge:
         """Raise ClosedError if a registration is closed, and UsageError in a forked child process."""
         self._thread.require_parent()
         if number not in self._held:
-            raise ClosedError("the registration is closed")
+            raise ClosedError("the registration is closed: register the memory again")
 
     def holds(self, number: int) -> bool:
         """Tell whether a registration is open."""
@@ -357,7 +362,11 @@ class Bridge:
         if held is not None:
             with suppress(RuntimeError):
                 self._thread.loop.call_soon_threadsafe(_let_go_dropped, self._thread, held)
-            warnings.warn(f"a registration of {held.key[1]} bytes was dropped and not closed", ResourceWarning, 3)
+            warnings.warn(
+                f"a registration of {held.key[1]} bytes was garbage-collected without close(): call it, or use `with`",
+                ResourceWarning,
+                3,
+            )
 
     def trim(self, nbytes: int = 0) -> None:
         """End registrations without holders until the others without holders have at most `nbytes` bytes.
@@ -414,7 +423,12 @@ class Bridge:
         if "_closing" not in vars(self) or self._thread.inherited:
             return
         if self._closing is None and not self._thread.stopping:
-            warnings.warn(f"{self!r} was dropped and not closed", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"{self!r} was garbage-collected without close(): call it, or use `with`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
         elif not isinstance(self._closing, Call) or self._closing.done():
             return
         # Otherwise a close was interrupted before it began.

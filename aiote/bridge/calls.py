@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 def wait_refused() -> UsageError:
     """Return the error for a wait on the thread that has to end what is waited for."""
-    return UsageError("this is the bridge's own thread, which would wait for itself: use the form with await")
+    return UsageError(
+        "called on the bridge's own thread, which would wait for itself: await the asynchronous form instead"
+    )
 
 
 class Host(Protocol):
@@ -118,7 +120,7 @@ class Call(Promise[T]):
         try:
             with anyio.move_on_after(self._timeout):
                 return await self._work, None
-            return None, TimeoutError(f"it was not over within {self._timeout} s, and was cancelled")
+            return None, TimeoutError(f"the call did not end within {self._timeout} s and was cancelled")
         except (KeyboardInterrupt, SystemExit) as error:
             return None, error
 

@@ -59,7 +59,7 @@ class ThreadTransfer:
                 raise make_closed_error()
             while not self._direct.wait(min(LOOK_S, end - time.monotonic())):
                 if time.monotonic() >= end:
-                    raise TimeoutError(f"it was not over within {timeout} s, and was cancelled")
+                    raise TimeoutError(f"the transfer did not end within {timeout} s and was cancelled")
         except BaseException:
             self._drain()
             raise

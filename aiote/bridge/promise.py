@@ -108,7 +108,7 @@ class Promise(futures.Future[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return the error, if any. Raises TimeoutError, and CancelledError if cancelled."""
         if not self.wait_within(timeout):
-            raise TimeoutError(f"it was not over within {timeout} s, and goes on")
+            raise TimeoutError(f"the call did not end within {timeout} s; it continues, so wait again or cancel it")
         assert self._outcome is not None
         error = self._outcome[1]
         if isinstance(error, futures.CancelledError):

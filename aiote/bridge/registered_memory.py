@@ -41,7 +41,9 @@ class Storage:
         self._storage = storage
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if not address:
-            raise UsageError("register: the tensor has no memory; of a DTensor register what .to_local() returns")
+            raise UsageError(
+                "register: the tensor has no memory of its own; for a DTensor, register what .to_local() returns"
+            )
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
 
     def lies_at(self, address: int, nbytes: int) -> bool:
@@ -73,7 +75,7 @@ class MemorySource:
         This module does not import torch.
         """
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise UsageError("register: the tensor is not its bytes in a row: register what .contiguous() returns")
+            raise UsageError("register: the tensor is not contiguous: register what .contiguous() returns")
         self.storage = Storage(tensor.untyped_storage())
         self.whole = numpy.asarray(self.storage)
         # Do not compute the offset from the tensor's own address: an empty tensor has none.

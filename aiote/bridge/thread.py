@@ -95,7 +95,9 @@ class EngineThread:
     def require_parent(self) -> None:
         """Raise UsageError in a forked child process, because the thread does not run there."""
         if self.inherited:
-            raise UsageError("this bridge belongs to the parent process: acquire one of the child's own after a fork")
+            raise UsageError(
+                "this bridge belongs to the parent process: after a fork, acquire another one in the child"
+            )
 
     def admit(self, call: Call[Any]) -> None:
         """Begin a call on the loop; if this is stopping, end the call with ClosedError."""

@@ -22,7 +22,7 @@ app = typer.Typer(
 demo = typer.Typer(help="See the engine at work on real input.", no_args_is_help=True)
 app.add_typer(demo, name="demo")
 app.add_typer(bench.app, name="bench")
-plans = typer.Typer(help="See what would be moved, before anything is.", no_args_is_help=True)
+plans = typer.Typer(help="Plan transfers: show what would be moved.", no_args_is_help=True)
 app.add_typer(plans, name="plan")
 app.command("info")(info.command)
 app.command("doctor")(doctor.command)
@@ -44,7 +44,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Move bytes between the memories of machines, from asyncio."""
 

@@ -56,13 +56,16 @@ OPTIONS: dict[str, tuple[object, Any]] = {
         list[str] | None,
         typer.Argument(None, metavar="[OP]...", help=f"Which of {', '.join(OPS)}. Default: all."),
     ),
-    "provider": (str, typer.Option("tcp", help="verbs, or tcp, shm or another of libfabric's; several with commas.")),
+    "provider": (
+        str,
+        typer.Option("tcp", help="verbs, tcp, shm or another provider of libfabric; several with commas."),
+    ),
     "library": (
         list[str] | None,
         typer.Option(
             None,
             metavar="FILE",
-            help="A libfabric.so.1; given several times, all are measured.",
+            help="A libfabric.so.1; repeat the option to measure several.",
             show_default="the one that engines take",
         ),
     ),
@@ -75,11 +78,11 @@ OPTIONS: dict[str, tuple[object, Any]] = {
             "", "--sizes", metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work"
         ),
     ),
-    "window": (int, typer.Option(0, min=0, max=4096, help="Requests outstanding; 0: as the table of the project has.")),
+    "window": (int, typer.Option(0, min=0, max=4096, help="Requests outstanding; 0: those of the project's table.")),
     "pages": (int, typer.Option(2048, min=1, max=1 << 20, help="Pages of a request.")),
     "mode": (
         Literal["spin", "event", "default"],
-        typer.Option("spin", help="Waiting that spins, sleeps, or as engines do."),
+        typer.Option("spin", help="How to wait: spin, sleep, or as engines do."),
     ),
     "loop": (
         Literal["asyncio", "uvloop", "trio"],
@@ -91,7 +94,7 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     ),
     "memory": (
         Literal["host", "cuda", "cuda-host", "host-cuda"],
-        typer.Option("host", help="Where the bytes of aiote's processes lie: cuda-host sends from a GPU to the host."),
+        typer.Option("host", help="The memory of aiote's processes; cuda-host sends from a GPU to the host."),
     ),
     "gpu_sharing": (
         bool | None,
@@ -102,9 +105,9 @@ OPTIONS: dict[str, tuple[object, Any]] = {
             show_default="the engines' setting",
         ),
     ),
-    "runs": (int, typer.Option(5, min=1, max=1000, help="Runs that count.")),
-    "seconds": (float, typer.Option(0.3, min=0.01, max=60, help="About how long each is.")),
-    "json": (Path | None, typer.Option(None, metavar="FILE", help="Write the records.")),
+    "runs": (int, typer.Option(5, min=1, max=1000, help="Number of runs that count.")),
+    "seconds": (float, typer.Option(0.3, min=0.01, max=60, help="Seconds that each takes, about.")),
+    "json": (Path | None, typer.Option(None, metavar="FILE", help="Write the records as JSON.")),
     "plot": (Path | None, typer.Option(None, metavar="FILE.png", help="Draw them; needs matplotlib.")),
     "reno": (
         bool,
@@ -113,19 +116,22 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     "listen": (
         bool,
         typer.Option(
-            False, "--listen", help="Be the target for another machine: all else is said there. Ctrl-C ends it."
+            False, "--listen", help="Be the target for another machine, which has all other options. Ctrl-C ends it."
         ),
     ),
     "host": (
         str,
         typer.Option(
-            "", metavar="HOST:PORT", help="Where to listen; one of them may do.", show_default="127.0.0.1:18515"
+            "",
+            metavar="HOST:PORT",
+            help="Where to listen; host or port may be omitted.",
+            show_default="127.0.0.1:18515",
         ),
     ),
     "connect": (
         str,
         typer.Option(
-            "", metavar="HOST:PORT", help="The machine that listens; its port may be left out.", show_default="this one"
+            "", metavar="HOST:PORT", help="The machine that listens; the port may be omitted.", show_default="this one"
         ),
     ),
     "others": (
@@ -245,7 +251,7 @@ def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
     providers = [provider.strip() for provider in values["provider"].split(",")]
     settings = _settings(first, providers, values["library"])
     if values["reno"] and "verbs" in providers:
-        _fail("--reno: the RDMA ports stay outside of that network namespace; measure verbs without", 2)
+        _fail("--reno: RDMA ports stay outside of the network namespace; measure verbs without --reno", 2)
     if values["plot"] is not None:
         try:
             plot.require()
@@ -305,7 +311,7 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
         if records and options.json is not None:
             write_json(options.json, records)
     if any(setting.over_tcp for setting in options.settings) and congestion_control() == "bbr":
-        console.print("TCP was under BBR, which paces loopback to about half of what reno gives: see --reno")
+        console.print("TCP used BBR, which halves the rate over loopback compared with reno; use --reno")
     if options.plot is not None:
         plot.draw(options.plot, records)
 
@@ -328,7 +334,10 @@ def _listen(place: str) -> None:
         host, port = parse_place(place, default_host="127.0.0.1")
         with Listener(host, port, command, typer.echo) as listener:
             shown = f"[{host}]" if ":" in host else host
-            typer.echo(f"listening at {shown}:{listener.server_address[1]}; on the other machine: --connect")
+            typer.echo(
+                f"listening at {shown}:{listener.server_address[1]}; run aiote bench with --connect "
+                "HOST:PORT on the other machine"
+            )
             listener.serve_forever()
     except (OSError, ValueError) as error:
         _fail(f"cannot listen at {place or 'the default place'}: {error}")

@@ -246,7 +246,7 @@ def _plain(text: str) -> str:
 
 def _footer(machine: Machine) -> str:
     if machine.asked:
-        return f"{_plain(machine.library)}. Rails: what it offers here."
+        return f"{_plain(machine.library)}. The list has the rails that it offers."
     if machine.library:
-        return f"{_plain(machine.library)}. So only those rails are known that need no library."
-    return "A recorded tree. Rails: as such devices usually are; libfabric was not asked."
+        return f"{_plain(machine.library)}. So the list has only rails that need no library."
+    return "A recorded tree: the rails are those that such devices usually have; libfabric was not asked."

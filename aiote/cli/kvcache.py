@@ -24,12 +24,12 @@ __all__ = ["command"]
 
 _LAYERS = 6
 
-Prompt = Annotated[str | None, typer.Argument(help="The text to go on from.", show_default="one that ships")]
+Prompt = Annotated[str | None, typer.Argument(help="The text to continue.", show_default="one that ships")]
 PromptFile = Annotated[
     str | None, typer.Option(metavar="FILE", help='Read the prompt from a file; "-" is standard input.')
 ]
-Provider = Annotated[str, typer.Option(help="How the bytes go: auto takes the best; or local, socket, tcp, shm.")]
-Requests = Annotated[int, typer.Option(min=1, max=1000, help="How many prompts, varied from the one.")]
+Provider = Annotated[str, typer.Option(help="The provider: auto chooses the best; or local, socket, tcp, shm.")]
+Requests = Annotated[int, typer.Option(min=1, max=1000, help="How many prompts, varied from the given one.")]
 Concurrency = Annotated[int, typer.Option(min=1, max=64, help="How many of them at a time.")]
 NewTokens = Annotated[int, typer.Option(min=1, max=4096, help="How many tokens to generate for each.")]
 Layers = Annotated[
@@ -37,14 +37,14 @@ Layers = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="Seed of its weights.", show_default="0")]
 WeightsFile = Annotated[str | None, typer.Option(metavar="FILE", help="A safetensors file; see `aiote demo weights`.")]
-PageTokens = Annotated[int, typer.Option(min=1, max=1024, help="Tokens a page.")]
-ChunkTokens = Annotated[int, typer.Option(min=1, max=16384, help="Tokens a chunk of the prefill: whole pages.")]
+PageTokens = Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a page.")]
+ChunkTokens = Annotated[
+    int, typer.Option(min=1, max=16384, help="Tokens in a chunk of the prefill; a multiple of --page-tokens.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Kill = Annotated[
     float | None,
-    typer.Option(
-        min=0.0, max=1.0, metavar="FRACTION", help="See it fail: kill the prefiller after so much of the pages."
-    ),
+    typer.Option(min=0.0, max=1.0, metavar="FRACTION", help="Kill the prefiller after this fraction of the pages."),
 ]
 
 
@@ -121,7 +121,9 @@ def _run(
 
 def _layers(layers: int | None, seed: int | None, weights: str | None) -> int:
     if weights is not None and (layers is not None or seed is not None):
-        raise DemoError("--weights says all of the model, --layers and --seed say it too; give one or the other")
+        raise DemoError(
+            "--weights defines the whole model, so --layers and --seed conflict with it; give one or the other"
+        )
     return layers or _LAYERS
 
 

@@ -58,7 +58,7 @@ def read_layout(path: Path) -> Layout:
             return Layout.from_description(table)
         groups = table.get("group", [table])
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise UsageError("group is no list of tables: begin each with [[group]]")
+            raise UsageError("group: expected a list of tables; begin each with [[group]]")
         return Layout.merge(_group(group) for group in groups)
 
 
@@ -96,7 +96,7 @@ def _table(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UsageError(f"{path}: this is no {kind}: {error}") from None
+        raise UsageError(f"{path}: this is not a {kind}: {error}") from None
     if not isinstance(table, dict):
         raise UsageError(f"{path}: expected a table, got {type(table).__name__}")
     return table
@@ -105,7 +105,7 @@ def _table(path: Path) -> dict[str, Any]:
 def _known(table: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in table:
         if name not in names:
-            raise UsageError(f"{name} is not known here, expected {', '.join(names)}")
+            raise UsageError(f"{name} is unknown, expected {', '.join(names)}")
 
 
 def _texts(values: Any, what: str) -> list[str]:
@@ -133,7 +133,7 @@ def _spread(where: str, item: Any) -> Iterator[Any]:
         return
     first, last = int(found[2]), int(found[3])
     if not first <= last < first + MOST_NAMES:
-        raise UsageError(f"{found[0]} is no range, expected the smaller number first")
+        raise UsageError(f"{found[0]} is not a range: expected the smaller number first")
     text = json.dumps(item)
     for number in range(first, last + 1):
 
@@ -174,7 +174,7 @@ def _tensor(entry: Any, mesh: Mesh) -> tuple[list[int], str, list[Any]]:
     try:
         shape, dtype = [int(extent) for extent in entry["shape"]], str(entry["dtype"])
     except KeyError as error:
-        raise UsageError(f"it has no {error.args[0]}") from None
+        raise UsageError(f"{error.args[0]} is missing") from None
     except (TypeError, ValueError):
         raise UsageError(f"shape is {entry['shape']!r}, expected numbers") from None
     names = _texts(entry.get("placements", ["replicate"] * len(mesh.shape)), "placements")
@@ -204,7 +204,7 @@ def _placement(text: str, places: int) -> Replicate | Shard | StridedShard | Run
         raise
     except (KeyError, ValueError):
         raise UsageError(
-            f"placement {text!r} is none of replicate, shard(DIM), strided(DIM, FACTOR), packed(DIM, SIZE/HEADS, ...)"
+            f"placement {text!r}: expected replicate, shard(DIM), strided(DIM, FACTOR) or packed(DIM, SIZE/HEADS, ...)"
         ) from None
 
 
@@ -220,7 +220,7 @@ def _rule(rule: Any) -> Expression | Quantized:
     if isinstance(rule, dict) and "quantized" in rule:
         how = rule["quantized"]
         if not isinstance(how, dict) or "scale" not in how:
-            raise UsageError(f'quantized is {how!r}, expected {{scale = "name"}}, and perhaps block = [128, 128]')
+            raise UsageError(f'quantized is {how!r}, expected {{scale = "name"}}, optionally with block = [128, 128]')
         _known(how, ("scale", "block"))
         rest = {key: value for key, value in rule.items() if key != "quantized"}
         return quantized(_expression(rest), scale=str(how["scale"]), block=tuple(how.get("block", (128, 128))))
@@ -242,10 +242,10 @@ def _expression(rule: Any) -> Expression:
     if isinstance(rule, str):
         return source(rule)
     if not isinstance(rule, dict):
-        raise UsageError(f"{rule!r} is no rule, expected a name or a table")
+        raise UsageError(f"{rule!r} is not a rule: expected a name or a table")
     _known(rule, ("source", "cat", "stack", "dim", *MODIFIERS))
     if sum(kind in rule for kind in ("source", "cat", "stack")) != 1:
-        raise UsageError("a rule has one of source, cat and stack")
+        raise UsageError("expected one of source, cat and stack in a rule")
     if "source" in rule:
         made = source(str(rule["source"]))
     else:

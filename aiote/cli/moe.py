@@ -23,7 +23,7 @@ __all__ = ["command"]
 
 _COLOURS = {"starting": "dim", "whole": "green", "killed": "red"}
 
-Provider = Annotated[str, typer.Option(help="How the bytes go: auto takes the best; or local, socket, tcp, shm.")]
+Provider = Annotated[str, typer.Option(help="The provider: auto chooses the best; or local, socket, tcp, shm.")]
 NewTokens = Annotated[int, typer.Option("--tokens", min=8, max=256, help="Tokens of each rank in each act.")]
 Layers = Annotated[int, typer.Option(min=1, max=16, help="Layers of the model.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of its weights.")]

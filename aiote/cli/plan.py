@@ -90,10 +90,12 @@ def weights(
     preset: Annotated[Preset | None, typer.Option(help="A published update instead of files.")] = None,
     sources: Annotated[Path | None, typer.Option(metavar="FILE", help="The trainers' layout, TOML or JSON.")] = None,
     targets: Annotated[Path | None, typer.Option(metavar="FILE", help="The inference ranks' layout.")] = None,
-    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="What target tensors are made of.")] = None,
-    gather: Annotated[Gather, typer.Option(help="always: whole tensors on every trainer, as full_tensor has.")] = (
-        Gather.AUTO
-    ),
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="How target tensors are made of source tensors.")
+    ] = None,
+    gather: Annotated[
+        Gather, typer.Option(help="always: gather whole tensors on every trainer, as full_tensor does.")
+    ] = (Gather.AUTO),
     ranks_per_nic: Annotated[int, typer.Option(min=1, help="How many ranks share a NIC.")] = 1,
     gbits: Annotated[float, typer.Option(min=0.001, help="A NIC's speed, in Gbit/s.")] = 400.0,
     nics: Annotated[
@@ -132,15 +134,13 @@ def _chosen(
 ) -> tuple[str, tuple[Layout, Layout, Recipe]]:
     if preset is not None:
         if sources or targets or recipe:
-            raise UsageError("--preset has layouts and a recipe of its own; give it alone, or files")
-        typer.echo(f"planning {preset.value}, which takes some seconds", err=True)
+            raise UsageError("--preset has layouts and a recipe of its own: give either --preset or files")
+        typer.echo(f"planning {preset.value}; this takes some seconds", err=True)
         qwen = preset is Preset.QWEN3_235B
         model = published_models.qwen3_235b() if qwen else published_models.kimi_k2()
         return preset.value, model.plan_of()
     if sources is None or targets is None:
-        raise UsageError(
-            "give --preset NAME, or --sources FILE and --targets FILE, with a --recipe FILE where one is needed"
-        )
+        raise UsageError("give --preset NAME, or --sources FILE and --targets FILE, and --recipe FILE if one is needed")
     made = read_recipe(recipe) if recipe is not None else Recipe()
     return f"{sources.name} to {targets.name}", (read_layout(sources), read_layout(targets), made)
 
@@ -216,7 +216,7 @@ def _why(plan: UpdatePlan, number: int) -> str:
     """Return the reason why a tensor is gathered."""
     entry = plan.entries[number]
     if plan.gather == "always" or entry.block is None:
-        return "whole tensors were asked for"
+        return "--gather always asks for whole tensors"
     split = []
     for name in dict.fromkeys(part.source for part in entry.parts):
         shapes = {held.shape for held in plan.sources.tensors[name].sharding.held}

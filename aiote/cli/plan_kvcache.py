@@ -35,21 +35,21 @@ def kvcache(
     layers: Annotated[int, typer.Option(help="Layers, instead of the model's.")] = 0,
     kv_heads: Annotated[int, typer.Option(help="Key-value heads; 0: one row, which all ranks have (MLA).")] = -1,
     head_bytes: Annotated[int, typer.Option(help="Bytes of a head's key or value, or of that row.")] = 0,
-    tokens: Annotated[list[int] | None, typer.Option(help="Of a prompt; several times for several prompts.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeat it for several.")] = None,
     prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefill group.")] = 1,
     prefill_pp: Annotated[int, typer.Option(help="Its pipeline stages.")] = 1,
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decode group.")] = 1,
     decode_pp: Annotated[int, typer.Option(help="Its pipeline stages.")] = 1,
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
-    chunk: Annotated[int, typer.Option(help="Tokens that are computed at a time.")] = PUBLISHED_CHUNK,
+    chunk: Annotated[int, typer.Option(help="Tokens that are computed at a time (a chunk).")] = PUBLISHED_CHUNK,
     layer_ms: Annotated[
-        str, typer.Option(metavar="MS[,MS]", help="A layer of a full chunk: of the first, and of the last one.")
+        str, typer.Option(metavar="MS[,MS]", help="Time for a layer of a full chunk: of the first, and of the last.")
     ] = "",
-    host_us: Annotated[float, typer.Option(help="Between a computed layer and its first write.")] = HOST_US,
+    host_us: Annotated[float, typer.Option(help="Time between a computed layer and its first write.")] = HOST_US,
     nics: Annotated[str, typer.Option(metavar="NAME|FILE", help=NICS_HELP)] = "efa-200g",
     nics_per_rank: Annotated[int, typer.Option(help="NICs of a rank; 0: as many as a GPU has.")] = 0,
-    rate: Annotated[float, typer.Option(help="Prompts a second, of one prefill group.")] = 0.0,
-    hold_s: Annotated[float, typer.Option(help="Seconds for which pages of a prompt stay after they came.")] = 10.0,
+    rate: Annotated[float, typer.Option(help="Prompts a second for one prefill group.")] = 0.0,
+    hold_s: Annotated[float, typer.Option(help="Seconds for which a prompt's pages stay after arrival.")] = 10.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, every rank by itself.")] = False,
 ) -> None:

@@ -34,17 +34,20 @@ MOST_ROWS = 16
 def moe(
     model: Annotated[str, typer.Option(help=f"A published shape: {', '.join(MOE_SHAPES)}.")] = "",
     experts: Annotated[int, typer.Option(help="Experts, instead of the model's.")] = 0,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 0,
-    hidden: Annotated[int, typer.Option(help="Elements of a token.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Tokens of a rank and round.")] = 128,
+    top_k: Annotated[int, typer.Option(help="Experts that each token goes to.")] = 0,
+    hidden: Annotated[int, typer.Option(help="Elements of a token's hidden state.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank in a round.")] = 128,
     ranks: Annotated[list[int] | None, typer.Option(help=f"Of the group, at most {MAX_RANKS}; several times.")] = None,
-    node: Annotated[int, typer.Option(help="Ranks that share NVLink, over which nothing is planned; 1: none.")] = 8,
-    dtype: Annotated[str, typer.Option(help="What is dispatched.")] = "float8_e4m3fn",
-    out_dtype: Annotated[str, typer.Option(help="What experts return.")] = "bfloat16",
+    node: Annotated[int, typer.Option(help="Ranks that share NVLink, whose traffic is not planned; 1: none.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Type of the dispatched elements.")] = "float8_e4m3fn",
+    out_dtype: Annotated[str, typer.Option(help="Type of the elements that experts return.")] = "bfloat16",
     private: Annotated[int, typer.Option(help="Rows that are sent before routes are known; 0: all.")] = 0,
-    zipf: Annotated[float, typer.Option(help="How unevenly experts are named; 0: evenly.")] = 0.0,
+    zipf: Annotated[float, typer.Option(help="How unevenly tokens choose experts; 0: evenly.")] = 0.0,
     constant_us: Annotated[
-        str, typer.Option(metavar="US,US", help="Kernels and host, of dispatch and combine.", show_default="calibrated")
+        str,
+        typer.Option(
+            metavar="US,US", help="Time of kernels and host, for dispatch and combine.", show_default="calibrated"
+        ),
     ] = "",
     nics: Annotated[str, typer.Option(metavar="NAME|FILE", help=NICS_HELP)] = "connectx-7",
     nics_per_rank: Annotated[int, typer.Option(help="NICs of a rank; 0: as many as a GPU has.")] = 0,

@@ -22,7 +22,10 @@ MOST_PEERS = 256
 PAGE_PEERS = 1
 
 Rails = Annotated[
-    str, typer.Option(metavar="NAMES", help="With commas: null ends everything at once; or local, socket, tcp, shm.")
+    str,
+    typer.Option(
+        metavar="NAMES", help="Providers, with commas: null completes all work at once; or local, socket, tcp, shm."
+    ),
 ]
 Peers = Annotated[str, typer.Option(metavar="NUMBERS", help="How many peers, with commas.")]
 Pages = Annotated[int, typer.Option(min=0, max=1 << 20, help="Pages of a request to one peer; 0: no pages.")]

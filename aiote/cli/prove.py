@@ -40,9 +40,10 @@ Rails = Annotated[str, typer.Option(metavar="NAMES", help="NICs of the first eng
 PeerRails = Annotated[
     str, typer.Option(metavar="NAMES", help="NICs of the second engine. Default: those of the first.")
 ]
-Over = Annotated[str, typer.Option(metavar="PROVIDER", help="For cuda: the rail that the GPU's bytes go by.")]
+Over = Annotated[str, typer.Option(metavar="PROVIDER", help="For cuda: the provider that carries the GPU's bytes.")]
 Output = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE.json", help="Where to write; a .txt goes beside.")
+    Path | None,
+    typer.Option("--report", metavar="FILE.json", help="Where to write the report; a .txt is written beside it."),
 ]
 Checkout = Annotated[
     Path | None,
@@ -129,7 +130,7 @@ def prove(subject: Subject, checkout: Path | None, *, bench: bool, suites: bool)
             yield prove_suites.suite(name, checkout, subject.provider)
     for op in OPS if bench else ():
         why = reason or ("the simulated network has no speed of its own" if subject.what == "sim" else "")
-        why = why or ("aiote bench moves memory of the host alone" if gpu else "")
+        why = why or ("aiote bench moves host memory only" if gpu else "")
         if why:
             yield Outcome(f"bench-{op}", f"figures: {op}", "not run", why)
         else:
@@ -149,7 +150,7 @@ def _machine() -> dict[str, Any]:
     return told
 
 
-NO_ENGINE = "no engine opens: "
+NO_ENGINE = "no engine can be opened: "
 
 
 @contextlib.asynccontextmanager
@@ -193,6 +194,6 @@ async def _one(subject: Subject, check: Check) -> Outcome:
     except Broken as error:
         return outcome("failed", str(error))
     except TimeoutError:
-        return outcome("failed", f"was not over after {CHECK_LIMIT_S:g} s")
+        return outcome("failed", f"did not end within {CHECK_LIMIT_S:g} s")
     except Exception as error:  # whatever it is, the report names it and the other checks run
         return outcome("failed", f"{type(error).__name__}: {error}")

@@ -250,7 +250,7 @@ async def _until_refused(engine: aiote.Engine, source: aiote.Region, remote: aio
 
 async def killed_peer(world: EnginePair) -> str:
     if world.child is None:
-        raise NotHere("the simulated network lies in one process")
+        raise NotHere("the simulated network exists in one process only")
     async with await anyio.open_process(world.child, stderr=None) as process:
         killed = 0.0
         try:

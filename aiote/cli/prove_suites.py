@@ -40,7 +40,9 @@ def suite(name: str, checkout: Path | None, provider: str, more: Sequence[str] =
     claim, folders = SUITES[name]
     about = ("-m", "needs_gpu") if name == GPU_SUITE else ("--prove", provider)
     if checkout is None:
-        return Outcome(name, claim, "not run", "the tests are in the checkout and in the sdist: name it by --checkout")
+        return Outcome(
+            name, claim, "not run", "the tests are in the checkout and in the sdist; name one with --checkout DIR"
+        )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-p", "proving", f"--junit-xml={report}", "--combinations", "tests"]
@@ -62,7 +64,7 @@ def suite(name: str, checkout: Path | None, provider: str, more: Sequence[str] =
             return Outcome(name, claim, "failed", f"was not over after {LIMIT_S} s", LIMIT_S)
         took = time.monotonic() - started
         if done.returncode == NO_TESTS:
-            return Outcome(name, claim, "not run", f"no test there is chosen by {' '.join(about)}", took)
+            return Outcome(name, claim, "not run", f"no test there matches {' '.join(about)}", took)
         if not report.exists():
             return Outcome(name, claim, "failed", f"pytest ended with {done.returncode}: {done.stdout[-2000:]}", took)
         return _judged(name, claim, report, done.returncode, took)

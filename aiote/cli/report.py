@@ -189,7 +189,7 @@ def difference(result: RunResult, references: Sequence[LocalResult]) -> str:
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(trace.tokens), len(reference.tokens)))
         return (
             f"request {trace.request + 1}: token {place + 1} is {_at(trace.tokens, place)}, "
-            f"but {_at(reference.tokens, place)} in one process; the transferred cache is not the computed one"
+            f"but {_at(reference.tokens, place)} in one process; so the transferred cache differs from the computed one"
         )
     return ""
 

@@ -29,10 +29,12 @@ SHOWN_PEERS = 5
 GIB = 1 << 30
 TROUBLES = ("peer.lost", "rail.failed", "rail.down", "connection.refused", "memory.staged")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for each look, on a line, and no picture.")]
-Once = Annotated[bool, typer.Option("--once", help="Look twice, print once, and end.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object a line for each look, instead of the screen.")
+]
+Once = Annotated[bool, typer.Option("--once", help="Look twice, print once, and exit.")]
 Interval = Annotated[float, typer.Option("--interval", min=0.1, max=60, help="Seconds between two looks.")]
-Count = Annotated[int, typer.Option("--count", min=0, help="End after so many looks; 0: never.")]
+Count = Annotated[int, typer.Option("--count", min=0, help="Exit after this many looks; 0: never.")]
 
 
 class Rates:
@@ -94,7 +96,7 @@ def _shown(known: list[EngineStatus]) -> dict[str, Any]:
 def picture(engines: list[dict[str, Any]]) -> RenderableType:
     """Draw the engines."""
     if not engines:
-        return Text("no engine of this user runs on this host (or their setting status_page is off)", style="dim")
+        return Text("this user runs no engine on this host, or the engines have status_page off", style="dim")
     return Group(*(part for engine in engines for part in (_heading(engine), _rails(engine), _below(engine))))
 
 

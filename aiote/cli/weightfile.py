@@ -17,12 +17,12 @@ def command(
     out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
     layers: Annotated[int, typer.Option(min=1, max=128, help="Layers of the model.")] = 6,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write seeded weights as a safetensors file, to try `aiote demo kvcache --weights` with."""
     try:
         if out.exists() and not force:
-            raise DemoError(f"{out}: is there already; --force replaces it")
+            raise DemoError(f"{out}: the file exists already; --force replaces it")
         model = weights.seeded(weights.seeded_config(layers), seed)
         weights.save(model, out)
     except DemoError as error:

@@ -107,7 +107,8 @@ class Exchange(Feed):
         caller = service.current_call().peer
         if update not in self.outgoing or not self.outgoing[update].is_for(caller.address):
             raise BroadcastError(
-                f"no update {update} is under way here: it has ended, was never begun, or is for others"
+                f"update {update} is not under way at this sender: it has ended, was never begun, or is "
+                "not meant for you"
             )
         return self.outgoing[update].feed(offer, caller)
 
@@ -233,7 +234,7 @@ class Outgoing:
             absent = [address for address in self._addresses if address not in self._came]
             late = f"; not {', '.join(absent)}" if absent else ""
             self.fail(
-                f"{len(self._came)} of {self.receivers} receivers have asked for update {self.update} within "
+                f"{len(self._came)} of {self.receivers} receivers asked for update {self.update} within "
                 f"connect_timeout, {timeout} s{who}{late}"
             )
 
@@ -268,7 +269,7 @@ class Outgoing:
         address = str(peer.address)
         if len(self._came) == self.receivers:
             raise BroadcastError(
-                f"update {self.update} has its {self.receivers} receivers already: {', '.join(self._came)}"
+                f"update {self.update} has all of its {self.receivers} receivers: {', '.join(self._came)}"
             )
         self._came.append(address)
         self._feeds += 1
@@ -321,7 +322,7 @@ class Outgoing:
         with anyio.move_on_after(PROGRESS_S) as late:
             await self._unless_failed(step)
         if late.cancelled_caught:
-            raise BroadcastError(f"it has made no progress for {PROGRESS_S:.0f} s")
+            raise BroadcastError(f"it made no progress for {PROGRESS_S:.0f} s")
 
     async def _unless_failed(self, step: Callable[[], Awaitable[T]]) -> T:
         """Run a step that may wait for a peer. A failure of the update cancels the step and raises BroadcastError."""
@@ -393,7 +394,7 @@ class IncomingUpdate:
             await self._end(number, item)
             return None
         if not isinstance(item, Bucket) or item.number != self._number or item.nbytes > self.bucket_bytes:
-            raise self._error(number, f"bucket {self._number} was due, not {item}")
+            raise self._error(number, f"expected bucket {self._number}, got {item}")
         if item.nbytes:
             await self._counters[item.number % len(self._counters)].wait()
         self._number, self._holds = self._number + 1, True
@@ -444,7 +445,7 @@ class IncomingUpdate:
         async def ask(number: int) -> None:
             item = await self._item(number)
             if not isinstance(item, Begun):
-                raise self._error(number, f"it begins with {item}")
+                raise self._error(number, f"expected the begin of the update, got {item}")
             self._credits[number] = item.credits
 
         try:

@@ -116,7 +116,7 @@ class Joiner:
         """
         part = bucket[piece.offset : piece.offset + piece.length]
         if len(part) != piece.length:
-            raise ValueError(f"{piece.name} does not lie within its bucket")
+            raise ValueError(f"{piece.name} leaves its bucket")
         if self._piece is None and piece.length == piece.nbytes:
             return part, None
         before = self._piece
@@ -125,11 +125,13 @@ class Joiner:
             try:
                 self._bytes = np.empty(piece.nbytes, np.uint8)
             except MemoryError:
-                raise ValueError(f"{piece.name} has {piece.nbytes} bytes, for which there is no memory") from None
+                raise ValueError(
+                    f"{piece.name} has {piece.nbytes} bytes, and memory for them cannot be allocated"
+                ) from None
         else:
             begun = piece.start == before.start + before.length and is_same_tensor(piece, before)
         if not begun or self._bytes is None:
-            raise ValueError(f"{piece.name} comes from its byte {piece.start} on, which is not what was due")
+            raise ValueError(f"{piece.name} arrived from byte {piece.start} on, out of order")
         stop, whole = piece.start + piece.length, self._bytes
         self._piece = None if stop == piece.nbytes else piece
         return whole if self._piece is None else None, (whole[piece.start : stop], part)

@@ -61,7 +61,10 @@ def party(**settings: Any) -> Party:
         if _party is None or _party[0] != os.getpid() or _party[1].bridge.closed:
             _party = os.getpid(), Party(**settings)
         elif settings and settings != _party[1].settings:
-            raise UsageError(f"this process's engine was opened with {_party[1].settings}, not with {settings}")
+            raise UsageError(
+                f"this process's engine was opened with {_party[1].settings}, not with {settings}; give "
+                "the same settings everywhere"
+            )
         return _party[1]
 
 
@@ -228,7 +231,7 @@ class Receiving:
         """
         bucket = await self._incoming.next()
         if bucket is None and self._joiner.unfinished_name:
-            raise BroadcastError(f"the update ended within {self._joiner.unfinished_name}")
+            raise BroadcastError(f"the update ended in the middle of {self._joiner.unfinished_name}")
         return bucket
 
     def unpack(self, bucket: Bucket) -> Iterator[tuple[HostCopy | None, str, torch.Tensor | None]]:
@@ -286,6 +289,6 @@ def tensor_of(piece: BucketPiece, content: Bytes) -> torch.Tensor:
     module = sys.modules["torch"]
     dtype = getattr(module, piece.dtype, None)
     if not isinstance(dtype, module.dtype):
-        raise BroadcastError(f"{piece.name} is of {piece.dtype}, which torch {module.__version__} has not")
+        raise BroadcastError(f"{piece.name} has dtype {piece.dtype}, which torch {module.__version__} does not have")
     tensor: torch.Tensor = module.from_numpy(content).view(dtype).view(piece.shape)
     return tensor

@@ -168,7 +168,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
         """Raise NotImplementedError: Ray does not call this on a one-sided transport."""
-        raise NotImplementedError(f"{NAME} is one-sided: receivers read")
+        raise NotImplementedError(f"{NAME} is one-sided: receivers read, so send is not supported")
 
     # The receiver.
 
@@ -195,7 +195,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         if tensors is None:
             tensors = create_empty_tensors_from_metadata(metadata)
         elif any(tensor.device.type != "cpu" for tensor in tensors):
-            raise ValueError(f"{NAME} fetches into tensors on the CPU")
+            raise ValueError(f"{NAME} fetches into tensors on the CPU only")
         bridge = self.bridge
         call = bridge.prepare(self._read(bridge, tensors, metadata.descriptors, again=target_buffers is not None))
         call.add_done_callback(lambda _: self._calls.pop(call, None))

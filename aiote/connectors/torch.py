@@ -268,9 +268,11 @@ class AioteTransport(Transport):  # type: ignore[misc]
         """Raise TypeError, ValueError or RuntimeError if no transfer between the two is possible."""
         wanted = AioteMutableMemoryView if mutable else AioteMemoryView
         if not isinstance(local_buffer, wanted) or local_buffer.memory.transport is not self:
-            raise TypeError("local_buffer was not registered by this transport, or may not be written to")
+            raise TypeError(
+                "local_buffer was not registered by this transport, or is read-only; register a writable one"
+            )
         if not isinstance(remote_buffer, AioteRemoteBuffer):
-            raise TypeError("remote_buffer is not of an aiote transport")
+            raise TypeError("remote_buffer does not come from an aiote transport; expected one that the peer exported")
         described = RegionDescriptor.from_bytes(remote_buffer.descriptor)
         peer = self._peer
         if peer is None or (peer[0].endpoint, peer[1]) != (remote_buffer.endpoint, described.owner):
@@ -487,8 +489,8 @@ class AioteTransport(Transport):  # type: ignore[misc]
 def _late(limit: float | None, local: AioteMemoryView, mutable: bool) -> TimeoutError:
     """Return the error of a transfer that its own timeout has cancelled."""
     return TimeoutError(
-        f"the {'read' if mutable else 'write'} of {local.size()} bytes was not over within {limit} s, and was "
-        "cancelled; the tensor is the caller's again"
+        f"the {'read' if mutable else 'write'} of {local.size()} bytes did not end within {limit} s and was "
+        "cancelled; the transport no longer uses the tensor"
     )
 
 

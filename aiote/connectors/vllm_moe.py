@@ -51,7 +51,7 @@ def open_ranks(
     """
     parallel = moe.moe_parallel_config
     if moe.num_experts % parallel.ep_size:
-        raise UsageError(f"{moe.num_experts} experts cannot be shared evenly by {parallel.ep_size} ranks")
+        raise UsageError(f"{moe.num_experts} experts cannot be divided evenly among {parallel.ep_size} ranks")
     shared = bridge.acquire(**settings)
     try:
         found: list[Any] = list(members or [])
@@ -139,13 +139,13 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         more than top-1, and the errors of `MoeGroup.dispatch`.
         """
         if quant_config.quant_dtype is not None and not defer_input_quant:
-            raise NotImplementedError("aiote dispatches tokens as they are: experts that quantize them are needed")
+            raise NotImplementedError("aiote dispatches tokens unquantized: use experts that quantize them")
         if num_experts != self._ranks.config.experts:
             raise UsageError(f"num_experts={num_experts}: the group was opened for {self._ranks.config.experts}")
         weights = topk_weights.float()
         if apply_router_weight_on_input:
             if topk_ids.size(1) != 1:
-                raise NotImplementedError("apply_router_weight_on_input is for top-1 alone")
+                raise NotImplementedError("apply_router_weight_on_input works with top-1 only")
             a1, weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(weights)
         lane = dbo_current_ubatch_id()
 
@@ -217,7 +217,7 @@ class AiotePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         lane = dbo_current_ubatch_id()
         prepared, self._rounds[lane] = self._rounds[lane], None
         if prepared is None:
-            raise UsageError("finalize: nothing was prepared")
+            raise UsageError("finalize: call prepare first")
         round, batch = prepared
         y: torch.Tensor | None = fused_expert_output
         if not self._batched:

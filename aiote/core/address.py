@@ -62,7 +62,9 @@ class Address:
         if self.port == 0:
             raise UsageError("Address.port: 0 is outside 1 to 65535")
         if self.identity == ANYONE and self.incarnation:
-            raise UsageError("Address.incarnation: an incarnation needs an identity; leave both zero to mean anyone")
+            raise UsageError(
+                "Address.incarnation: an incarnation needs an identity; leave both zero to accept any engine"
+            )
 
     @property
     def is_anyone(self) -> bool:
@@ -80,7 +82,7 @@ class Address:
             address = _LAYOUT.unpack(cursor)
             cursor.expect_end()
         except FieldError as error:
-            raise UsageError(f"not the bytes of an address: {error}") from error
+            raise UsageError(f"these bytes are not an address: {error}; use bytes(engine.address)") from error
         return address
 
     def __str__(self) -> str:
@@ -94,17 +96,17 @@ class Address:
         Raises UsageError for malformed text.
         """
         if not isinstance(text, str):
-            raise UsageError(f"an address as text expected, got {type(text).__name__}: {_EXPECTED}")
+            raise UsageError(f"expected an address as text, got {type(text).__name__}: {_EXPECTED}")
         place = text.removeprefix(_SCHEME)
         if "://" in place:
-            raise UsageError(f"{_clip(text)}: another scheme than {_SCHEME}; {_EXPECTED}")
+            raise UsageError(f"{_clip(text)}: the scheme is not {_SCHEME}; {_EXPECTED}")
         location, slash, who = place.partition("/")
         host, port = _split(text, location)
         if not slash:
             return cls(host, port)
         match = _WHO.fullmatch(who)
         if match is None:
-            raise UsageError(f"{_clip(text)}: the part behind the slash is malformed; {_EXPECTED}")
+            raise UsageError(f"{_clip(text)}: the part after the slash is malformed; {_EXPECTED}")
         return cls(host, port, bytes.fromhex(match[1]), int(match[2], 16))
 
 
@@ -123,7 +125,7 @@ def _split(text: str, location: str) -> tuple[str, int]:
         if ":" in host:
             raise UsageError(f"{_clip(text)}: an IPv6 host needs brackets; {_EXPECTED}")
     if colon != ":" or not _PORT.fullmatch(port):
-        raise UsageError(f"{_clip(text)}: no port number behind the host; {_EXPECTED}")
+        raise UsageError(f"{_clip(text)}: no port number after the host; {_EXPECTED}")
     return host, int(port)
 
 

@@ -103,7 +103,9 @@ class ChannelCounts:
         """
         for imm_data, n in items:
             if n < 1:
-                raise FailoverError(f"the peer acknowledges {n} of the immediate {imm_data:#x}, expected at least 1")
+                raise FailoverError(
+                    f"the peer acknowledges {n} posts of the immediate {imm_data:#x}, expected at least 1"
+                )
             self._add(imm_data, -n)
 
     def arrivals(self) -> Items:
@@ -114,7 +116,9 @@ class ChannelCounts:
         """
         for imm_data, n in self._arrived.items():
             if n < 0 and not self._forgets:
-                raise FailoverError(f"the peer acknowledged {-n} posts of the immediate {imm_data:#x} more than came")
+                raise FailoverError(
+                    f"the peer acknowledged {-n} posts of the immediate {imm_data:#x} more than arrived"
+                )
         return tuple(sorted(self._arrived.items()))
 
     def __len__(self) -> int:

@@ -212,7 +212,7 @@ class ControlProtocol:
             self._state = State.CHALLENGE
             self._queue(initiator.hello)
         elif target is not None:
-            raise UsageError("target: an acceptor takes whoever comes; only an initiator has a target")
+            raise UsageError("target: an acceptor accepts any engine; only an initiator has a target")
         else:
             self._handshake = Acceptor(config, nonce)
             self._state = State.HELLO
@@ -296,14 +296,14 @@ class ControlProtocol:
         if pending:
             raise ControlError(f"the connection ended within a frame, after {pending} bytes of it")
         if awaited is not State.ENDED:
-            raise ControlError(f"the connection ended without a last message, where it was waiting for {awaited.value}")
+            raise ControlError(f"the connection ended without a last message while it was waiting for {awaited.value}")
 
     def _next(self) -> bytes | None:
         """Return the next frame, verified if the session is sealed, or None."""
         if self._terminal:
             return None
         if self._reader.pending and self._state in (State.DECISION, State.ENDED):
-            raise ControlError(f"bytes of the peer while the connection is waiting for {self._state.value}")
+            raise ControlError(f"the peer sent bytes while the connection was waiting for {self._state.value}")
         if self._seal_in is None:
             return self._reader.next(PLAIN_LIMIT)
         sealed = self._reader.next(SEALED_LIMIT)

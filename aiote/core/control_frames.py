@@ -435,7 +435,10 @@ class Seal:
         """Return the type byte and payload of the next frame; raises ControlError if its tag is wrong."""
         body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(tag, self.tag(body)):
-            raise ControlError("a frame with a wrong tag: it was changed, repeated, dropped or is not of this session")
+            raise ControlError(
+                "a frame has a wrong tag: it was changed or repeated, one before it was lost, or it "
+                "is of another session"
+            )
         return body
 
 
@@ -463,7 +466,7 @@ class FrameReader:
             return None
         length = int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
         if not 1 <= length <= limit:
-            raise ControlError(f"a frame of {length} bytes announced, 1 to {limit} are allowed")
+            raise ControlError(f"the peer announces a frame of {length} bytes, expected 1 to {limit}")
         end = _LENGTH_BYTES + length
         if len(self._buffer) < end:
             return None

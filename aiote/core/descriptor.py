@@ -74,7 +74,7 @@ class RegionDescriptor:
         if self.owner.is_anyone:
             raise UsageError("RegionDescriptor.owner: memory belongs to one engine, give an address with its identity")
         if (self.lease == 0) != (self.holder == ANYONE):
-            raise UsageError("RegionDescriptor: a lease has a number and a holder, other memory neither")
+            raise UsageError("RegionDescriptor: a lease has a number and a holder; memory without a lease has neither")
         for start in (self.address, *(key.base for key in self.keys)):
             # The end itself must be an address, so that an empty slice there has an address.
             if start + self.length >= _END:
@@ -91,7 +91,7 @@ class RegionDescriptor:
             descriptor = _LAYOUT.unpack(cursor)
             cursor.expect_end()
         except FieldError as error:
-            raise UsageError(f"not the bytes of a region descriptor: {error}") from error
+            raise UsageError(f"these bytes are not a region descriptor: {error}; use region.descriptor") from error
         return descriptor
 
     def slice(self, start: SupportsIndex, stop: SupportsIndex) -> RegionDescriptor:
@@ -102,7 +102,7 @@ class RegionDescriptor:
         try:
             first, last = operator.index(start), operator.index(stop)
         except TypeError as error:
-            raise UsageError(f"bounds of a slice are integers: {error}") from error
+            raise UsageError(f"the bounds of a slice must be integers: {error}") from error
         if not 0 <= first <= last <= self.length:
             raise UsageError(f"slice {first} to {last} is not within the {self.length} bytes of the region")
         return replace(

@@ -134,7 +134,7 @@ class Flag(Field[bool]):
     def unpack(self, cursor: Cursor) -> bool:
         octet = cursor.take_bytes(1)
         if octet not in (b"\x00", b"\x01"):
-            raise FieldError(f"a flag is 0 or 1, not {octet[0]}")
+            raise FieldError(f"a flag is {octet[0]}, expected 0 or 1")
         return octet == b"\x01"
 
 
@@ -147,7 +147,7 @@ class Fixed(Field[bytes]):
     def pack(self, value: bytes) -> bytes:
         _expect(value, bytes)
         if len(value) != self.size:
-            raise FieldError(f"exactly {self.size} bytes expected, got {len(value)}")
+            raise FieldError(f"expected exactly {self.size} bytes, got {len(value)}")
         return value
 
     def unpack(self, cursor: Cursor) -> bytes:
@@ -179,13 +179,13 @@ class Blob(Field[bytes]):
     def pack(self, value: bytes) -> bytes:
         _expect(value, bytes)
         if len(value) > self.limit:
-            raise FieldError(f"at most {self.limit} bytes allowed, got {len(value)}")
+            raise FieldError(f"expected at most {self.limit} bytes, got {len(value)}")
         return U16.pack(len(value)) + value
 
     def unpack(self, cursor: Cursor) -> bytes:
         length = U16.unpack(cursor)
         if length > self.limit:
-            raise FieldError(f"at most {self.limit} bytes allowed, {length} announced")
+            raise FieldError(f"expected at most {self.limit} bytes, {length} are announced")
         return cursor.take_bytes(length)
 
 
@@ -296,7 +296,7 @@ class Many(Field[tuple[T, ...]]):
 
     def _check(self, count: int) -> None:
         if not self._least <= count <= self._most:
-            raise FieldError(f"{self._least} to {self._most} entries allowed, got {count}")
+            raise FieldError(f"expected {self._least} to {self._most} entries, got {count}")
 
     def pack(self, value: tuple[T, ...]) -> bytes:
         _expect(value, tuple)
@@ -334,7 +334,10 @@ def unwrap(magic: bytes, version: int, data: bytes | bytearray | memoryview) -> 
         raise FieldError(f"does not begin with {magic!r}")
     found = U8.unpack(cursor)
     if found != version:
-        raise FieldError(f"written in version {found} of the format, this aiote reads version {version}")
+        raise FieldError(
+            f"the format has version {found}, and this aiote reads version {version}; use one version "
+            "of aiote on both sides"
+        )
     body = cursor.take_bytes(U16.unpack(cursor))
     cursor.expect_end()
     return body

@@ -33,14 +33,14 @@ class GpuArray(np.ndarray[Any, Any]):
         """The memory of this array, whose elements must be bytes. Raises AttributeError otherwise."""
         found = self.__array_interface__
         if self.dtype != np.uint8:
-            raise AttributeError("only bytes are lent")
+            raise AttributeError("this lends bytes only, of dtype uint8")
         return {key: found[key] for key in ("shape", "typestr", "data", "strides")} | {"version": 3}
 
     def __dlpack_device__(self) -> Any:
         return self.lender.__dlpack_device__()
 
     def __dlpack__(self, **given: Any) -> Any:
-        raise BufferError("memory of a GPU is lent by its lender")
+        raise BufferError("this array lies in GPU memory and has no buffer: give the array library's own object")
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError(f"numpy.{func.__name__} of memory of a GPU")
@@ -97,7 +97,7 @@ def _extent(view: NDArray[Any]) -> tuple[int, int]:
     Raises UsageError for negative strides and for an empty array.
     """
     if any(stride < 0 for stride in view.strides) or not view.size:
-        raise UsageError(f"an array of shape {view.shape} with strides {view.strides}: positive ones are expected")
+        raise UsageError(f"an array of shape {view.shape} has strides {view.strides}: expected positive ones")
     last = sum((count - 1) * stride for count, stride in zip(view.shape, view.strides, strict=True))
     return int(view.__array_interface__["data"][0]), last + view.itemsize
 

@@ -116,13 +116,13 @@ class HandshakeConfig:
             except FieldError as error:
                 raise UsageError(f"HandshakeConfig.{name}: {error}") from error
         if self.identity == ANYONE:
-            raise UsageError("HandshakeConfig.identity: zeros mean anyone, draw a random identity")
+            raise UsageError("HandshakeConfig.identity: all zeros mean any engine; draw a random identity")
         key: object = self.cluster_key
         if key is not None and not (isinstance(key, bytes) and key):
-            raise UsageError("HandshakeConfig.cluster_key: bytes that are not empty expected, or None for no key")
+            raise UsageError("HandshakeConfig.cluster_key: expected bytes that are not empty, or None for no key")
         low, high = self.versions
         if not 0 < low <= high < 1 << 16:
-            raise UsageError(f"HandshakeConfig.versions: a range within 1 to 65535 expected, got {self.versions}")
+            raise UsageError(f"HandshakeConfig.versions: expected a range within 1 to 65535, got {self.versions}")
 
     @property
     def has_key(self) -> bool:
@@ -157,7 +157,7 @@ def _draw_nonce(nonce: Callable[[int], bytes]) -> bytes:
     try:
         return Fixed(NONCE_BYTES).pack(nonce(NONCE_BYTES))
     except FieldError as error:
-        raise UsageError(f"nonce: a function that returns the bytes asked for expected: {error}") from error
+        raise UsageError(f"nonce: expected a function that returns the requested number of bytes: {error}") from error
 
 
 def _wrong_key(initiator_keyed: bool, acceptor_keyed: bool) -> Refused | None:

@@ -15,6 +15,5 @@ def require_unmasked(what: str, array: object) -> None:
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if masked is not None and isinstance(array, masked):
         raise UsageError(
-            f"{what}: it has a mask, which lies beside its elements; give what array.filled(value) returns, or "
-            "array.data"
+            f"{what}: it has a mask, which lies outside its elements; give array.filled(value), or array.data"
         )

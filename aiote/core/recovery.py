@@ -274,7 +274,7 @@ class MessageNumbers:
         Raises FailoverError for a number that an honest peer cannot have sent.
         """
         if number < 1:
-            raise FailoverError(f"the peer sends a message with the number {number}, expected at least 1")
+            raise FailoverError(f"the peer sent message number {number}, expected at least 1")
         at = bisect_left(self._highs, number)
         if at < len(self._lows) and self._lows[at] <= number:
             return False
@@ -287,7 +287,7 @@ class MessageNumbers:
         self._lows[first:last] = [low]
         self._highs[first:last] = [high]
         if len(self._lows) > GAPS_LIMIT:
-            raise FailoverError(f"over {GAPS_LIMIT} messages of the peer are missing between others")
+            raise FailoverError(f"over {GAPS_LIMIT} messages of the peer are missing between messages that arrived")
         return True
 
     def mark(self) -> Received:

@@ -185,7 +185,7 @@ class FactStream(AsyncIterator[dict[str, Any]]):
         except ValueError:
             fact = None
         if not isinstance(fact, dict):
-            raise DemoError(f"the {self._child.name} wrote {line[:80]!r}, which is no JSON object")
+            raise DemoError(f"the {self._child.name} wrote {line[:80]!r}, which is not a JSON object")
         if "ready" in fact:
             self._child.ready = fact
         return fact

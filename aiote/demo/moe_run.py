@@ -131,7 +131,7 @@ class MoeRun:
             with anyio.move_on_after(_PATIENCE_S) as waiting:
                 await self._changed.wait()
             if waiting.cancelled_caught:
-                raise DemoError(f"nothing came for {_PATIENCE_S:.0f} s while {doing}")
+                raise DemoError(f"no rank reported anything for {_PATIENCE_S:.0f} s while {doing}")
         if self._trouble:
             raise DemoError(f"{self._trouble}, while {doing}")
 
@@ -183,7 +183,7 @@ class MoeRun:
         if kill is not None:
             others = self._living
             if not all(rank.without for rank in others) or all(one.tokens == self.whole[one.number] for one in others):
-                raise DemoError(f"rank {kill} was killed, and the others generated as if it were there")
+                raise DemoError(f"rank {kill} was killed, but the others generated the same as with it")
 
     def _kill(self, rank: RankState, step: int) -> None:
         rank.child.draining = True  # its end is expected
@@ -220,7 +220,7 @@ class MoeRun:
         others = sum(a[0] != b[0] for a, b in zip(rank.tokens, self.whole[rank.number], strict=True))
         return (
             f"rank {rank.number}: without rank {gone} from step {step + 1}, layer {layer + 1} on; {others} of its "
-            "tokens are others than with all experts"
+            "tokens differ from those with all experts"
         )
 
 

@@ -91,6 +91,6 @@ async def run_reference(settings: Settings, prompts: Sequence[bytes], each: Call
         if code or [result.request for result in results] != list(range(len(prompts))):
             raise DemoError(
                 f"the {child.name} (pid {child.process.pid}) ended after {len(results)} of {len(prompts)} requests "
-                f"({how_it_ended(code)}): {child.complaint or 'it said nothing'}"
+                f"({how_it_ended(code)}): {child.complaint or 'it gave no reason'}"
             )
     return results

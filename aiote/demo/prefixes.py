@@ -56,7 +56,9 @@ class PrefixPages:
         fresh: use no kept page, so that all tokens are computed. Raises ValueError for a prompt that never fits.
         """
         if self._count(tokens) > self.pages:
-            raise ValueError(f"a prompt of {len(tokens)} tokens needs {self._count(tokens)} of {self.pages} pages")
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens needs {self._count(tokens)} pages, and the cache has {self.pages}"
+            )
         async with self._turn:
             while (lent := self._take(tokens, fresh)) is None:
                 self._returned = anyio.Event()

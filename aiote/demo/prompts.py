@@ -33,7 +33,7 @@ def read(text: str | None, file: str | None) -> bytes:
     if not prompt:
         raise DemoError("the prompt is empty; give at least one byte")
     if len(prompt) > MOST_BYTES:
-        raise DemoError(f"the prompt is longer than {MOST_BYTES} bytes, which is the most; shorten it")
+        raise DemoError(f"the prompt is longer than {MOST_BYTES} bytes, which is the limit; shorten it")
     return prompt
 
 

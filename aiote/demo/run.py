@@ -173,7 +173,9 @@ class _Parent:
             missing = [child.name for child in self._children.values() if not child.ready]
             raise DemoError(f"the {' and the '.join(missing)} did not report ready within {_READY_S:.0f} s")
         if len({child.ready["model"] for child in self._children.values()}) > 1:
-            raise DemoError("prefiller and decoder hold different weights; did the weights file change meanwhile?")
+            raise DemoError(
+                "prefiller and decoder have different weights; did the weights file change between their starts?"
+            )
 
     async def _hand_out(self) -> None:
         self._observer.started(self.total_pages, len(self._traces) * self._settings.new_tokens)
@@ -222,7 +224,7 @@ class _Parent:
                 self._traces[request].over.set()
                 self._trouble.set()
             case _:
-                raise DemoError(f"the {child.name} wrote {fact!r}, which is no message")
+                raise DemoError(f"the {child.name} wrote {fact!r}, which is not a message")
 
     def _progress(self, trace: RequestTrace, count: int) -> None:
         trace.pages += count
@@ -288,7 +290,7 @@ def _failure_text(gone: Child | None, affected: Sequence[RequestTrace], asked: S
     several = len(affected) > 1
     if gone is None:
         failed = [f"request {f.request + 1} failed: {f.reason}" for f in asked if f.reason]
-        return "; ".join(failed) or "the run failed for no reason that a process gave"
+        return "; ".join(failed) or "the run failed, and no process gave a reason"
     how = _describe_end(gone)
     doing = "transferred" if gone.role == "prefill" else "answered"
     while_ = (

@@ -133,7 +133,7 @@ def load(path: Path) -> Model:
         tensors = {name: np.ascontiguousarray(file.get_tensor(name), dtype=np.float32) for name in shapes(config)}
     for name, tensor in tensors.items():
         if not np.isfinite(tensor).all():
-            raise DemoError(f"{path}: {name} holds a value that is not finite")
+            raise DemoError(f"{path}: {name} contains a value that is not finite")
     return _assemble(config, tensors)
 
 
@@ -194,7 +194,7 @@ def _open(path: Path) -> Any:
         return safetensors.safe_open(path, framework="numpy")
     except Exception as error:
         # SafetensorError is a plain Exception subclass; an unreadable file is an OSError.
-        raise DemoError(f"{path}: not a safetensors file that can be read: {error}") from error
+        raise DemoError(f"{path}: cannot be read as a safetensors file: {error}") from error
 
 
 def _config_of(path: Path, found: Mapping[str, tuple[int, ...]]) -> ModelConfig:
@@ -202,7 +202,7 @@ def _config_of(path: Path, found: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     if len(query) != 3 or len(key) != 3 or len(gate) != 2:
         raise DemoError(
             f"{path}: not a model of this demo: layers.0.query [width, heads, head_size], layers.0.key "
-            "[width, kv_heads, head_size] and layers.0.gate [width, hidden] say its sizes, and were not all found"
+            "[width, kv_heads, head_size] and layers.0.gate [width, hidden] give its sizes, and some are missing"
         )
     layers = len({name.split(".")[1] for name in found if name.startswith("layers.")})
     config = ModelConfig(layers, query[1], key[1], query[2], query[0], gate[1], VOCABULARY)
@@ -216,7 +216,7 @@ def _config_of(path: Path, found: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         if found.get(name) != wanted.get(name):
             raise DemoError(
                 f"{path}: {name} is {_shape(found.get(name))}, expected {_shape(wanted.get(name))} "
-                f"(sizes were taken from layers.0; the vocabulary is {VOCABULARY}: bytes and two marks)"
+                f"(the sizes come from layers.0; the vocabulary is {VOCABULARY}: bytes and two marks)"
             )
     return config
 

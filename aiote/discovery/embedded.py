@@ -119,7 +119,10 @@ class EmbeddedRegistry:
         """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
         if len(self._registrations) >= MEMBERS_EACH:
-            raise aiote.UsageError(f"join: {MEMBERS_EACH} members are registered here, as many as may be")
+            raise aiote.UsageError(
+                f"join: this registry has {MEMBERS_EACH} members of this engine already, which is the "
+                "limit; let one leave first"
+            )
         registration = HeldRegistration(member, self._announce_soon)
         await claim(self._registrations, registration)
         try:
@@ -145,7 +148,7 @@ class EmbeddedRegistry:
 
     async def __aenter__(self) -> EmbeddedRegistry:
         if self._running is not None:
-            raise aiote.UsageError("a registry is entered once")
+            raise aiote.UsageError("this registry was entered before: make another one for another `async with`")
         CallEndpoint.of(self._engine)  # raises at once if the engine's messages are not available
         self._running = run_background_tasks(self._keep_in_touch)
         self._open = True
@@ -239,7 +242,7 @@ class EmbeddedRegistry:
                 else:
                     one.take(number)
             return
-        raise RegistryError(f"the registry has answered nothing for {self._lease_s} s")
+        raise RegistryError(f"the registry did not answer within {self._lease_s} s")
 
     # Updates from the server.
 
@@ -252,7 +255,7 @@ class EmbeddedRegistry:
             with anyio.move_on_after(None if self._complete else self._lease_s):
                 update = await anext(updates, None)
             if update is None:
-                raise RegistryError("the registry tells nothing, or no more")
+                raise RegistryError("the registry sent no list of members in time, or ended it")
             self._apply(update)
 
     def _apply(self, update: RosterUpdate) -> None:
@@ -263,7 +266,7 @@ class EmbeddedRegistry:
                 self._listed.discard(name)
         for lease_s, record in update.present:
             if record.name not in self._roster.known and len(self._roster.known) >= MOST_KNOWN:
-                raise RegistryError(f"the registry tells of more than {MOST_KNOWN} members")
+                raise RegistryError(f"the registry lists more than {MOST_KNOWN} members")
             self._hear_of(record.name)
             self._leases[record.name] = lease_s
             self._roster.put(record.member())
@@ -312,5 +315,5 @@ def _checked(addresses: aiote.Address | str | Iterable[aiote.Address | str]) -> 
         given = addresses
     chosen = [aiote.Address.parse(place) if isinstance(place, str) else place for place in given]
     if not chosen or not all(isinstance(address, aiote.Address) for address in chosen):
-        raise aiote.UsageError(f"addresses: an aiote.Address or its text, or several, are expected, got {addresses!r}")
+        raise aiote.UsageError(f"addresses: expected an aiote.Address or its text, or several, got {addresses!r}")
     return tuple(chosen)

@@ -153,7 +153,7 @@ class EtcdRegistry:
 
     async def __aenter__(self) -> EtcdRegistry:
         if self._open or self._known:
-            raise aiote.UsageError("a registry is entered once")
+            raise aiote.UsageError("this registry was entered before: make another one for another `async with`")
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._gateway.opened())
             await stack.enter_async_context(run_background_tasks(self._follow))
@@ -257,20 +257,20 @@ class EtcdRegistry:
             async with aclosing(self._gateway.stream("/v3/watch", {"create_request": create})) as answers:
                 async for answer in answers:
                     self._apply_watch(answer, revision)
-            raise EtcdError(f"{self._gateway.endpoint} has ended the watch")
+            raise EtcdError(f"{self._gateway.endpoint} ended the watch")
         if not self.in_touch:
-            raise EtcdError(f"{self._gateway.endpoint} has not begun to watch within {WATCH_S} s")
+            raise EtcdError(f"{self._gateway.endpoint} did not begin the watch within {WATCH_S} s")
 
     def _apply_watch(self, answer: Mapping[str, Any], begun_after: int) -> None:
         revision = number(answer, "header", "revision")
         if answer.get("canceled"):
             compacted = number(answer, "compact_revision")
             raise EtcdError(
-                f"the watch was cancelled: {printable(answer.get('cancel_reason'))}", OUT_OF_RANGE if compacted else 14
+                f"etcd cancelled the watch: {printable(answer.get('cancel_reason'))}", OUT_OF_RANGE if compacted else 14
             )
         if answer.get("created"):
             if revision < begun_after:
-                raise EtcdError("etcd has gone back behind what was read, as after a restore", OUT_OF_RANGE)
+                raise EtcdError("etcd's revision is lower than before, as after a restore from a backup", OUT_OF_RANGE)
             self.in_touch = True
             self._progress.wake_all()
             return
@@ -384,7 +384,10 @@ class EtcdRegistry:
                 ):  # otherwise it may be missing again: the watch may be faster than this answer
                     registration.sent = change
                     return
-        raise EtcdError(f"{registration.member.name}: the key changed {TRIES} times while it was to be written")
+        raise EtcdError(
+            f"{registration.member.name}: its key changed during each of {TRIES} attempts to write it; is "
+            "another process writing it?"
+        )
 
     async def _leave(self, registration: _EtcdRegistration) -> None:
         """Revoke the lease, and the key with it, within two seconds; if etcd cannot be reached, it expires in time."""

@@ -98,7 +98,7 @@ class Gateway:
         try:
             import httpx
         except ImportError as error:
-            raise aiote.UsageError("etcd is reached through httpx: pip install 'aiote[etcd]'") from error
+            raise aiote.UsageError("a registry in etcd needs httpx: pip install 'aiote[etcd]'") from error
         # Load the system's certificates only if needed, because that takes longer than everything else here.
         verify = any(one.startswith("https://") for one in self._endpoints)
         settings = {"trust_env": False, "verify": verify, **self._options, "timeout": httpx.Timeout(REQUEST_S)}
@@ -202,7 +202,7 @@ async def _whole(path: str, chunks: AsyncIterator[bytes]) -> bytes:
 
 
 def _too_long(what: str) -> EtcdError:
-    return EtcdError(f"{what}: an answer of more than {ANSWER_BYTES} bytes", TOO_LONG)
+    return EtcdError(f"{what}: the answer has more than {ANSWER_BYTES} bytes", TOO_LONG)
 
 
 @functools.cache
@@ -246,7 +246,7 @@ def checked(path: str, status: int, content: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(content)
         if not isinstance(answer, dict):
-            raise ValueError("no object")
+            raise ValueError("expected a JSON object")
     except (ValueError, RecursionError) as error:
         said = f"status {status}, not an answer of etcd: {error}"
         raise EtcdError(f"{path}: {said}", OF_STATUS.get(status, 14)) from error
@@ -271,7 +271,7 @@ def number(answer: Mapping[str, Any], *path: str) -> int:
         if not _INTEGERS[0] <= found <= _INTEGERS[1]:
             raise ValueError("more than 64 bits")
     except (TypeError, ValueError, OverflowError) as error:
-        raise EtcdError(f"{'.'.join(path)}: an integer expected, got {printable(value)}") from error
+        raise EtcdError(f"{'.'.join(path)}: expected an integer, got {printable(value)}") from error
     return found
 
 
@@ -279,7 +279,7 @@ def records(answer: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """Return the list of objects under a key; empty if the answer omits it. Raises EtcdError for anything else."""
     found = answer.get(key) or []
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise EtcdError(f"{key}: a list of objects expected, got {printable(found)}")
+        raise EtcdError(f"{key}: expected a list of objects, got {printable(found)}")
     return found
 
 
@@ -300,7 +300,7 @@ def unpacked(text: object) -> bytes:
             raise ValueError(printable(text))
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise EtcdError(f"no base64: {error}") from error
+        raise EtcdError(f"etcd sent text that is not base64: {error}") from error
 
 
 def prefix_end(prefix: bytes) -> bytes:

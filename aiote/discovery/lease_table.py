@@ -118,12 +118,13 @@ class LeaseTable:
         """Return why this owner cannot take a name that another session, or no session, holds; empty if it can."""
         holder = self._sessions.get(self._holders.get(member.name))
         if self._owned[owner] >= self._each and (holder is None or holder.owner != owner):
-            return f"this engine has its {self._each} members"
+            return f"this engine has {self._each} members already, which is the limit"
         if holder is not None:
             if holder.owner != owner and self._connected(holder.owner):
-                return "another engine, which is connected, holds the name"
+                return "another connected engine holds the name; use another name"
             if member.incarnation <= (had := self._had(owner, holder.owner, member.name)):
-                return f"incarnation {had} of another engine holds the name, or has lost it, not {member.incarnation}"
+                return f"another engine holds the name, or this one lost it, with incarnation {had}; "
+                f"{member.incarnation} must be greater"
             return ""
         if len(self._holders) >= self._limit and not self._refuse_greediest(owner):
             return self._full()
@@ -162,7 +163,7 @@ class LeaseTable:
         return len(self._sessions) < self._limit or self._forget_an_empty_one()
 
     def _full(self) -> str:
-        return f"the registry has its {self._limit} members"
+        return f"the registry has {self._limit} members already, which is the limit"
 
     def _forget_an_empty_one(self, owner: Hashable = None) -> bool:
         """Forget the oldest session without members, because its number matters least; return whether there was one.

@@ -75,7 +75,9 @@ async def claim(registrations: dict[str, AnyRegistration], registration: AnyRegi
     name = registration.member.name
     while (present := registrations.get(name)) is not None:
         if not present.leaving:
-            raise aiote.UsageError(f"join: member {name} is registered here already")
+            raise aiote.UsageError(
+                f"join: member {name} is registered here already; use another name, or update its attributes"
+            )
         await present.gone.wait()
     registrations[name] = registration
 

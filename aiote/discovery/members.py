@@ -37,7 +37,7 @@ class Members:
             if self._addresses:
                 return self._addresses
             if self._watch.closed:
-                raise aiote.ClosedError(f"there are no members with the role {self._role}: the registry is closed")
+                raise aiote.ClosedError(f"no members of role {self._role} can be found, because the registry is closed")
             await self._watch.wait()
 
     def _follow(self) -> None:

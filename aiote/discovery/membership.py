@@ -70,9 +70,9 @@ class Member:
         for what, text, limit in (("name", self.name, NAME_BYTES), ("role", self.role, ROLE_BYTES)):
             check_text(f"Member.{what}", text, limit)
             if not text:
-                raise aiote.UsageError(f"Member.{what}: at least one character expected")
+                raise aiote.UsageError(f"Member.{what}: expected at least one character")
         if not isinstance(self.address, bytes) or len(self.address) > ADDRESS_BYTES:
-            raise aiote.UsageError(f"Member.address: at most {ADDRESS_BYTES} bytes expected")
+            raise aiote.UsageError(f"Member.address: expected at most {ADDRESS_BYTES} bytes")
         if not _is_integer(self.incarnation) or not 0 <= self.incarnation < 1 << 64:
             raise aiote.UsageError(f"Member.incarnation={self.incarnation!r}: expected an integer of 64 bits")
         object.__setattr__(self, "attributes", checked_attributes(self.attributes))
@@ -81,29 +81,29 @@ class Member:
 def checked_attributes(attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
     """Return an immutable copy, in the order of the keys. Raises UsageError for malformed attributes."""
     if not isinstance(attributes, Mapping) or len(attributes) > ATTRIBUTES:
-        raise aiote.UsageError(f"attributes: a mapping of at most {ATTRIBUTES} entries expected")
+        raise aiote.UsageError(f"attributes: expected a mapping of at most {ATTRIBUTES} entries")
     for key, value in attributes.items():
         check_text("an attribute's name", key, KEY_BYTES)
         if isinstance(value, str):
             check_text(f"attributes[{key!r}]", value, VALUE_BYTES)
         elif isinstance(value, float):
             if not math.isfinite(value):
-                raise aiote.UsageError(f"attributes[{key!r}]: a finite number expected")
+                raise aiote.UsageError(f"attributes[{key!r}]: expected a finite number")
         elif not isinstance(value, int) or not _INTEGERS[0] <= value <= _INTEGERS[1]:
-            raise aiote.UsageError(f"attributes[{key!r}]: a text, a truth value or a number of 64 bits expected")
+            raise aiote.UsageError(f"attributes[{key!r}]: expected a text, a truth value or a number of 64 bits")
     return MappingProxyType(dict(sorted(attributes.items())))
 
 
 def check_text(what: str, text: object, limit: int) -> None:
     """Raise UsageError unless `text` is text without control characters, of at most `limit` bytes of UTF-8."""
     if not isinstance(text, str) or _CONTROL.search(text):
-        raise aiote.UsageError(f"{what}: text without control characters expected")
+        raise aiote.UsageError(f"{what}: expected text without control characters")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise aiote.UsageError(f"{what}: {error}") from error
     if size > limit:
-        raise aiote.UsageError(f"{what}: at most {limit} bytes expected, got {size}")
+        raise aiote.UsageError(f"{what}: expected at most {limit} bytes, got {size}")
 
 
 def check_lease(lease_s: float) -> float:

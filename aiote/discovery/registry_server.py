@@ -96,7 +96,7 @@ class _LocalRegistration:
     @property
     def lost(self) -> str:
         """Why another engine has the name, or an empty text."""
-        return "" if self._leases.holds(self.member.name, self) else "another engine has taken the name over"
+        return "" if self._leases.holds(self.member.name, self) else "another engine has taken over the name"
 
     def announce(self) -> None:
         """Register the member with its present attributes. Raises RegistryError if it is refused."""
@@ -170,7 +170,7 @@ class RegistryServer:
 
     async def __aenter__(self) -> RegistryServer:
         if self._roster.closed or self._stack is not None:
-            raise aiote.UsageError("a registry's server is entered once")
+            raise aiote.UsageError("this registry server was entered before: make another one for another `async with`")
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(run_background_tasks(self._sweep))
             await stack.enter_async_context(service.serve(self._engine, Watching(self._tell)))
@@ -188,7 +188,7 @@ class RegistryServer:
 
     def _require_open(self) -> None:
         if self._stack is None:
-            raise aiote.ClosedError("the registry's server is not running: it is used within its `async with`")
+            raise aiote.ClosedError("the registry server is not running: use it within its `async with`")
 
     # Reports of clients, and updates to them.
 
@@ -210,7 +210,9 @@ class RegistryServer:
         self._callers.require()
         if self.watchers >= self._limit or self._watchers_of[owner] >= WATCHES_EACH:
             self.turned_away += 1
-            raise RegistryError(f"the registry has its {self._limit} clients, or {WATCHES_EACH} of this engine")
+            raise RegistryError(
+                f"the registry has {self._limit} clients, or {WATCHES_EACH} of this engine, and accepts no more"
+            )
         self.watchers += 1
         self._watchers_of[owner] += 1
         try:

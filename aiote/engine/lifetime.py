@@ -130,5 +130,10 @@ class Lifetime:
                 if self._made_at
                 else " (python -X dev tells where it was opened)"
             )
-            warnings.warn(f"{engine!r} was never closed{made}", ResourceWarning, source=engine, stacklevel=2)
+            warnings.warn(
+                f"{engine!r} was never closed{made}",
+                ResourceWarning,
+                source=engine,
+                stacklevel=2,
+            )
         self.end()

@@ -76,7 +76,7 @@ def open_engine(
         raise UsageError(f"rails={rails!r}: expected a list of names, like [{rails!r}]")
     chosen = None if rails is None else tuple(rails)
     if chosen is not None and not 1 <= len(chosen) <= 8:
-        raise UsageError(f"rails: from 1 to 8 names are expected, got {len(chosen)}")
+        raise UsageError(f"rails: expected from 1 to 8 names, got {len(chosen)}")
     return Opening(provider, chosen, _apply_settings(config, settings))
 
 

@@ -30,7 +30,8 @@ def copy(target: Any, source: Any) -> None:
     if here.nbytes != there.nbytes or there.readonly or on_gpu is None:
         raise UsageError(
             f"copy: {here.nbytes} bytes of {here.device} to {there.nbytes} {'read-only ' * there.readonly}"
-            f"bytes of {there.device}: memory of one length, one of the two a GPU's, is expected"
+            f"bytes of {there.device}: expected a writable target of the same length, and at least "
+            "one of the two on a GPU"
         )
     try:
         open_driver(EngineConfig().libcuda)

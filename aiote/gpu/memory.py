@@ -22,7 +22,7 @@ CUDA = 2
 def _asked(what: str, device: object) -> Iterator[None]:
     """Open the driver for an allocation `what` on `device`; raise its refusal as a FabricError that names both."""
     if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < 1 << 31:
-        raise UsageError(f"{what}: device={device!r}: expected the number of a GPU")
+        raise UsageError(f"{what}: device={device!r}: expected the number of a GPU, from 0 on")
     try:
         open_driver(EngineConfig().libcuda)
         yield
@@ -59,7 +59,9 @@ class DeviceArray:
     ) -> Any:
         # aiote has no work pending on the memory, so the caller's stream need not wait.
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
-            raise BufferError("the memory is lent where it is, and not copied")
+            raise BufferError(
+                "the memory is lent in place, neither copied nor moved to another device; copy the array that you get"
+            )
         return self._owned.capsule(max_version is not None and max_version[0] >= 1)
 
 

@@ -76,12 +76,12 @@ class Blocking(Generic[T]):
     def _ended_early(self, life: futures.Future[None]) -> None:
         if not self._opened.done():
             error = None if life.cancelled() else life.exception()
-            self._opened.settle(error or aiote.ClosedError("it was closed before it was open"))
+            self._opened.settle(error or aiote.ClosedError("it was closed before it had opened"))
 
     def _begin(self, request: str, rows: Rows, work: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Run a coroutine that returns why a request has failed, or "". Raises UsageError for an open request."""
         if request in self._calls:
-            raise aiote.UsageError(f"request {request!r} is under way")
+            raise aiote.UsageError(f"request {request!r} is under way already; give each request a name of its own")
         call = self._calls[request] = self._bridge.submit(work())
         call.add_done_callback(partial(self._end, request, rows))
 
@@ -243,7 +243,9 @@ class BlockingProducer(Blocking[Producer]):
         that this rank does not have.
         """
         if layer not in self._inner.spec.layers:
-            raise aiote.UsageError(f"layer {layer} is none of this rank's: {self._inner.spec.layers}")
+            raise aiote.UsageError(
+                f"layer {layer} is not in this rank's cache, which has layers {self._inner.spec.layers}"
+            )
         offer = self._offers.get(request)
         if offer is not None:
             self._bridge.submit(_computed(offer, layer, tokens, rows, stream))

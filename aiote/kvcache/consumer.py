@@ -82,7 +82,10 @@ class Reception:
             self._seen = arrived
             self.record_progress()
         if anyio.current_time() - self._moved_at > stall_timeout:
-            self.fail(f"for {stall_timeout} s no layer of it has come, and no rank says that it waits or is computed")
+            self.fail(
+                f"no layer arrived for {stall_timeout} s (stall_timeout), and no prefill rank reported "
+                "that it queues or computes it"
+            )
 
     @property
     def pages(self) -> int:
@@ -196,17 +199,19 @@ class Reception:
         try:
             pinned = await anext(stream, None)
             if pinned is None:
-                raise TransferRefused(f"{link.map.source.name} does not say where its pages of {self.request!r} are")
+                raise TransferRefused(f"{link.map.source.name} did not say where its pages of {self.request!r} are")
             rows = rows_of(pinned.rows)
             check_rows(link.map.source, rows)
             spans = link.map.spans(self.rows, self.tokens)
             if pinned.tokens < self.tokens:
-                raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, wanted are {self.tokens}")
+                raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, expected {self.tokens}")
             link.map.check_source(rows, spans)
             self.record_progress()
             await self._read_pages(link, rows, spans)
             if not await link.client.finish(link.session, self.request):
-                raise TransferRefused(f"its pages of {self.request!r} were not kept until they were read")
+                raise TransferRefused(
+                    f"{link.map.source.name} freed its pages of {self.request!r} before they were read"
+                )
         except NoSessionError:
             link.forgotten = True
             raise
@@ -241,7 +246,7 @@ class Reception:
 
     async def leave(self) -> None:
         """End the request, wait until all writes for it are over, and free its immediates."""
-        self.fail("it was left")
+        self.fail("the program left it before it was complete")
         if self._reads:
             await self._read_over.wait()
         elif not self.complete:
@@ -299,7 +304,7 @@ class Consumer:
         self.spec = cache.spec
         self.layers = self.spec.layers
         if not self.layers:
-            raise aiote.UsageError(f"{self.spec.name}: the cache has no tensors to receive")
+            raise aiote.UsageError(f"{self.spec.name}: the cache has no tensors; add them before you receive")
         self.confirm_timeout, self.quarantine_pages = confirm_timeout, quarantine_pages
         self._stall_timeout = stall_timeout
         self._receptions: set[Reception] = set()

@@ -92,7 +92,7 @@ class Group:
         tokens = token_count(tokens)
         each = [rows] * len(self._ranks) if isinstance(rows, dict) else list(rows)
         if len(each) != len(self._ranks):
-            raise aiote.UsageError(f"rows of each of {len(self._ranks)} ranks are expected, got those of {len(each)}")
+            raise aiote.UsageError(f"rows: expected one dict for each of {len(self._ranks)} ranks, got {len(each)}")
         places = [str(place.address if isinstance(place, aiote.Peer) else place) for place in producers]
         orders = [Receive(places, request, tokens, rows_to(one), reads) for one in each]
         failures: list[Exception] = []

@@ -47,7 +47,7 @@ class PageRow:
         require_unmasked("pages", pages)
         given = np.asarray(pages)
         if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or start < 0:
-            raise UsageError(f"pages are a row of integers from a place on, got {pages!r} from {start}")
+            raise UsageError(f"PageRow: expected a row of integers and a start from 0 on, got {pages!r} and {start}")
         self.pages: Offsets = given.astype(np.int64, copy=False)
         self.start = start
 
@@ -131,7 +131,7 @@ def assign(sources: Sequence[CacheSpec], target: CacheSpec, turn: int = 0) -> li
             able = [number for number, held in have if held.first_head <= begin < held.first_head + held.head_count]
             if not able:
                 names = ", ".join(source.name for source in sources)
-                raise MappingError(f"{target.name}: {tensor}: none of {names} has its head {begin}")
+                raise MappingError(f"{target.name}: {tensor}: no prefill rank ({names}) has its head {begin}")
             number = able[(turn + tensor.layer) % len(able)]
             if chosen and chosen[-1][0] == number:
                 chosen[-1][2] = end
@@ -167,10 +167,12 @@ class CacheMap:
         for target in self.part.tensors:
             found = has.get(target.key)
             if found is None:
-                raise MappingError(f"{self.part.name}: {target}: {self.source.name} has no such field")
+                raise MappingError(
+                    f"{self.part.name}: {target}: {self.source.name} has no field of that name in that layer and group"
+                )
             stop = target.first_head + target.head_count
             if target.first_head < found.first_head or stop > found.first_head + found.head_count:
-                raise MappingError(f"{self.part.name}: {target}: {self.source.name} has {found}, other heads")
+                raise MappingError(f"{self.part.name}: {target}: {self.source.name} has other heads: {found}")
             source = found.of_heads(target.first_head, stop)
             self._require_alike(source, target)
             alike = (target.group, target.layer, _geometry(source), _geometry(target))
@@ -188,8 +190,9 @@ class CacheMap:
         small, large = sorted((source.tokens, target.tokens))
         if not same or (small == 0 < large) or (small and large % small):
             raise MappingError(
-                f"{self.source.name} has {source}, {self.part.name} has {target}: types and items must agree, and the "
-                "tokens of a page be whole multiples"
+                f"{self.source.name} has {source}, {self.part.name} has {target}: expected the same "
+                "types and items, and "
+                "numbers of tokens in a page of which one is a whole multiple of the other"
             )
         has, here, there = self.units.get(target.group, (0, 0, 0))
         units = _grid(source, small).units, _grid(target, small).units
@@ -236,8 +239,8 @@ class CacheMap:
         counts = [known[pieces] for pieces in self.pieces.values()]
         if max(counts, default=0) > MOST_PIECES:
             raise MappingError(
-                f"{self.source.name} and {self.part.name} keep their pages so differently that a layer of {tokens} "
-                f"tokens is {max(counts)} pieces, more than {MOST_PIECES}"
+                f"{self.source.name} and {self.part.name} have such different layouts that a layer of {tokens} "
+                f"tokens would move in {max(counts)} pieces, expected at most {MOST_PIECES}; use more similar layouts"
             )
         return counts
 

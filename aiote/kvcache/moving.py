@@ -35,7 +35,7 @@ def check_rows(spec: CacheSpec, rows: Rows) -> None:
     for group, row in rows.items():
         pages, numbers = spec.groups.get(group, 0), row.pages
         if len(numbers) and not 0 <= int(np.min(numbers)) <= int(np.max(numbers)) < pages:
-            raise aiote.UsageError(f"{spec.name}: group {group} has {pages} pages, from 0 on, got {numbers}")
+            raise aiote.UsageError(f"{spec.name}: group {group} has pages 0 to {pages - 1}, got {numbers}")
 
 
 def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
@@ -46,13 +46,13 @@ def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
     for group, row in rows.items():
         # A row longer than the group must repeat a page; so only shorter rows are sorted by `np.unique`.
         if len(row.pages) > spec.groups.get(group, 0) or len(np.unique(row.pages)) < len(row.pages):
-            raise aiote.UsageError(f"{spec.name}: a page comes twice in group {group}: {row.pages}")
+            raise aiote.UsageError(f"{spec.name}: a page occurs twice in the row of group {group}: {row.pages}")
         in_page = spec.page_tokens.get(group, 0)
         room = (row.start + len(row.pages)) * in_page
         if in_page and room < tokens:
             raise aiote.UsageError(
-                f"{spec.name}: {tokens} tokens are to be moved, and the row of group {group} ends at token {room} with "
-                f"{len(row.pages)} pages of {in_page} tokens from page {row.start} on: give it the pages of all tokens"
+                f"{spec.name}: the row of group {group} ends at token {room} of {tokens}, with "
+                f"{len(row.pages)} pages of {in_page} tokens from page {row.start} on: give it pages for all tokens"
             )
 
 
@@ -63,7 +63,7 @@ def token_count(tokens: int) -> int:
     except TypeError:
         count = -1
     if count < 0:
-        raise aiote.UsageError(f"tokens are counted by an integer from 0 on, got {tokens!r}")
+        raise aiote.UsageError(f"tokens={tokens!r}: expected an integer from 0 on")
     return count
 
 
@@ -107,7 +107,7 @@ class PagedMoves:
         ours, theirs = pattern.offsets(here, there, span)
         region, remote = self._memories[0][source], self._memories[1][target]
         if region is None or remote is None:
-            raise aiote.UsageError("a memory that a part lies in was not lent")
+            raise aiote.UsageError("the peer did not lend a memory that the part lies in")
         return aiote.Pages(region, ours, pattern.nbytes, 1), aiote.Pages(remote, theirs, pattern.nbytes, 1)
 
 

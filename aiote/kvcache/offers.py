@@ -72,7 +72,9 @@ class Offer:
         layer that this rank does not have.
         """
         if layer not in self.computed_to:
-            raise aiote.UsageError(f"layer {layer} is none of this rank's: {sorted(self.computed_to)}")
+            raise aiote.UsageError(
+                f"layer {layer} is not in this rank's cache, which has layers {sorted(self.computed_to)}"
+            )
         self.computed_to[layer] = max(self.computed_to[layer], self.tokens if tokens is None else tokens)
         self.streams[layer] = stream
         for push in self.pushes:
@@ -146,7 +148,9 @@ class Offer:
         try:
             if error is None:
                 if not (self.complete or self.stopped):
-                    raise aiote.UsageError(f"the offer of {self.request!r} was left before all layers were computed")
+                    raise aiote.UsageError(
+                        f"the program left the offer of {self.request!r} before it had called computed() for all layers"
+                    )
                 await self.wait()
         finally:
             if self.awaited:
@@ -167,10 +171,14 @@ class Offer:
         session moves the request already, or the offer is stopped.
         """
         if reader in self.active:
-            raise TransferRefused(f"request {self.request!r} is moved over this session already")
+            raise TransferRefused(f"this session moves request {self.request!r} already")
         self._readers = self._readers or ranks
         if self._came >= self._readers or self.stopped:
-            raise TransferRefused(self.stopped or f"request {self.request!r} has its {self._readers} readers already")
+            raise TransferRefused(
+                self.stopped
+                or f"request {self.request!r} has all of its {self._readers} readers; raise readers of the "
+                "offer for more"
+            )
         self._came += 1
         self.active.add(reader)
         self.bell.wake_all()
@@ -216,7 +224,7 @@ class Offers:
     def enter(self, offer: Offer) -> None:
         """Add an offer. Raises UsageError for a name that another offer has."""
         if offer.request in self._open:
-            raise aiote.UsageError(f"request {offer.request!r} is offered already")
+            raise aiote.UsageError(f"request {offer.request!r} is offered already; give each offer a name of its own")
         self._over.pop(offer.request, None)
         self._open[offer.request] = offer
         self._bell.wake_all()
@@ -255,7 +263,9 @@ class Offers:
             with anyio.move_on_after(since + self.match_timeout - anyio.current_time()) as scope:
                 await self._bell.wait()
             if scope.cancelled_caught:
-                raise TransferRefused(f"request {request!r} was not offered within {self.match_timeout} s")
+                raise TransferRefused(
+                    f"request {request!r} was not offered within {self.match_timeout} s (match_timeout)"
+                )
         return self._open[request]
 
     def is_moving(self, request: str, seen: dict[str, int]) -> bool:

@@ -100,9 +100,11 @@ class PagePool:
         """
         self._require_open()
         if count > self.pages:
-            raise aiote.UsageError(f"{count} pages are needed, and the cache has {self.pages}")
+            raise aiote.UsageError(f"{count} pages were asked for, and the pool has {self.pages}")
         if len(self._line) >= self._limit:
-            raise aiote.QueueFull(f"{self._limit} requests wait for pages already")
+            raise aiote.QueueFull(
+                f"{self._limit} requests wait for pages, which is the limit; try again once a request has ended"
+            )
         return await self._wait(self._line, _Wish(count, None))
 
     async def extend(self, holding: Holding, count: int) -> None:
@@ -115,9 +117,11 @@ class PagePool:
         if holding.over:
             raise aiote.ClosedError("the request is over")
         if len(holding.pages) + count > self.pages:
-            raise aiote.UsageError(f"{len(holding.pages) + count} pages are needed, and the cache has {self.pages}")
+            raise aiote.UsageError(
+                f"the request would have {len(holding.pages) + count} pages, and the pool has {self.pages}"
+            )
         if holding.wanting:
-            raise aiote.UsageError("this request waits for more pages already")
+            raise aiote.UsageError("this request waits for more pages already; await that first")
         enough = count <= len(self._free) and not self._more
         if not enough and all(other.wanting for other in self._held if other is not holding):
             raise PagesExhausted(

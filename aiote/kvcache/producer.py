@@ -154,7 +154,10 @@ class Producer:
         part.check()
         cache_map = CacheMap(self.spec, part)
         if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
-            raise TransferRefused("an immediate is expected for each layer, and a descriptor for each memory")
+            raise TransferRefused(
+                "the decode rank's call does not fit: expected an immediate for each layer and a "
+                "descriptor for each memory"
+            )
         try:
             # `owner`: the peer must not direct the writes to another engine's memory.
             targets = [
@@ -162,7 +165,7 @@ class Producer:
                 for descriptor, nbytes in zip(memories, part.memories, strict=False)
             ]
         except aiote.UsageError as error:
-            raise TransferRefused(f"{part.name} gives no memory of its cache to write to: {error}") from None
+            raise TransferRefused(f"{part.name} lends no memory of its cache to write to: {error}") from None
         self._forget(peer)
         number = next(self._numbers)
         counted = dict(zip(part.layers, immediates, strict=True))
@@ -179,7 +182,9 @@ class Producer:
     def _session(self, peer: aiote.Peer, number: int) -> DecodeSession:
         session = self._sessions.get(number)
         if session is None or session.peer is not peer:
-            raise NoSessionError(f"there is no session {number}")
+            raise NoSessionError(
+                f"session {number} of this peer does not exist, or was dropped because it was unused; connect again"
+            )
         # Move it to the end: `_forget` drops the sessions that were unused for the longest time.
         self._sessions[number] = self._sessions.pop(number)
         return session
@@ -209,7 +214,8 @@ class Producer:
         session.map.counts(rows, fetch.tokens)
         if fetch.tokens > offer.tokens:
             raise TransferRefused(
-                f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, {self.spec.name} computes "
+                f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, but "
+                f"{self.spec.name} offers "
                 f"{offer.tokens}"
             )
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
@@ -247,7 +253,7 @@ class Producer:
         """Yield every `interval` seconds the requests of a session that wait in a moving queue or are computed."""
         own, seen = self._session(peer, session), dict[str, int]()
         if own.told:
-            raise TransferRefused(f"session {session} is told already")
+            raise TransferRefused(f"session {session} has a reader of its progress already")
         own.told = True
         try:
             while self._sessions.get(session) is own:

@@ -114,7 +114,7 @@ class Links:
                     self._forget()
                     links = self._groups[key] = await self._open(places, reads)
             return links
-        raise TransferRefused(f"the handshake with {', '.join(key[0])} has not ended within {self._limit} s")
+        raise TransferRefused(f"the handshake with {', '.join(key[0])} did not end within {self._limit} s")
 
     def _forget(self) -> None:
         """Drop the groups with a link that is over: if their ranks were replaced, they are not asked for again."""
@@ -131,7 +131,7 @@ class Links:
             for spec in specs:
                 spec.check()
         except aiote.UsageError as error:
-            raise TransferRefused(f"a prefill rank describes a cache that cannot be: {error}") from None
+            raise TransferRefused(f"a prefill rank describes an impossible cache: {error}") from None
         # Open a session also with ranks whose part is empty: an offer ends when all ranks of the decode group came.
         parts = assign(specs, self._spec, self._turn)
         links = [
@@ -172,11 +172,13 @@ class Links:
     def _to_read(self, peer: aiote.Peer, spec: CacheSpec, descriptors: list[bytes]) -> list[aiote.RemoteRegion]:
         """Return a prefill rank's memories. Raises TransferRefused if one is not its own, not readable or too short."""
         if len(descriptors) != len(spec.memories):
-            raise TransferRefused(f"{spec.name} gives {len(descriptors)} memories of its cache to read")
+            raise TransferRefused(
+                f"{spec.name} lends {len(descriptors)} memories of its cache, expected {len(spec.memories)}"
+            )
         try:
             return [
                 self._engine.attach(descriptor, owner=peer, access="read", nbytes=nbytes)
                 for descriptor, nbytes in zip(descriptors, spec.memories, strict=True)
             ]
         except aiote.UsageError as error:
-            raise TransferRefused(f"{spec.name} gives no memory of its cache to read: {error}") from None
+            raise TransferRefused(f"{spec.name} lends no memory of its cache to read: {error}") from None

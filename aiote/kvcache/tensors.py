@@ -109,22 +109,30 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
         tokens: dict[int, int] = {}
         for tensor in self.tensors:
             if tensor.memory >= len(self.memories):
-                raise UsageError(f"{self.name}: {tensor} lies in memory {tensor.memory} of {len(self.memories)}")
+                raise UsageError(
+                    f"{self.name}: {tensor} names memory {tensor.memory}, and there are {len(self.memories)}"
+                )
             end = tensor.item_bytes
             for count, stride in sorted(tensor.axes, key=lambda axis: axis[1]):
                 if count > 1 and stride < end:
-                    raise UsageError(f"{self.name}: {tensor}: a stride of {stride} bytes, less than the {end} in it")
+                    raise UsageError(
+                        f"{self.name}: {tensor}: a stride of {stride} bytes is less than the {end} bytes "
+                        "of its elements"
+                    )
                 end += (count - 1) * stride
             if tensor.offset + end > self.memories[tensor.memory]:
                 raise UsageError(
-                    f"{self.name}: {tensor} ends at byte {tensor.offset + end} of a memory of "
-                    f"{self.memories[tensor.memory]}"
+                    f"{self.name}: {tensor} ends at byte {tensor.offset + end}, and its memory has "
+                    f"{self.memories[tensor.memory]} bytes"
                 )
             if tensor.key in seen:
-                raise UsageError(f"{self.name}: {tensor} comes twice")
+                raise UsageError(f"{self.name}: {tensor} was added twice")
             seen.add(tensor.key)
             if tensor.tokens and tokens.setdefault(tensor.group, tensor.tokens) != tensor.tokens:
-                raise UsageError(f"{self.name}: {tensor}: its group has pages of {tokens[tensor.group]} tokens as well")
+                raise UsageError(
+                    f"{self.name}: {tensor}: its group also has pages of {tokens[tensor.group]} tokens; "
+                    "use another group for other pages"
+                )
 
     @cached_property
     def layers(self) -> list[int]:
@@ -185,7 +193,7 @@ class Cache:
         dtype = dtype or named
         shape, strides, item_bytes = _axes(array, axes)
         if shape["field"] != len(fields) or "page" not in axes.split():
-            raise UsageError(f"{axes!r}: a page axis is expected, and {shape['field']} fields, got {fields!r}")
+            raise UsageError(f"{axes!r}: expected a page axis, and {shape['field']} names in fields, got {fields!r}")
         memory, offset = self._memory(array, storage)
         for i in range(shape["layer"]):
             for j, field in enumerate(fields):
@@ -214,9 +222,11 @@ class Cache:
         """
         require_unmasked(self.name, memory)
         if memory.dtype.hasobject:
-            raise UsageError(f"{self.name}: an array of {memory.dtype}: Python objects stay in their process")
+            raise UsageError(
+                f"{self.name}: an array of {memory.dtype} holds Python objects, which cannot move to another process"
+            )
         if not memory.flags.c_contiguous:
-            raise UsageError(f"{self.name}: a memory is contiguous, got strides {memory.strides}")
+            raise UsageError(f"{self.name}: expected a contiguous memory, got strides {memory.strides}")
         self.memories.append(memory)
         return len(self.memories) - 1
 
@@ -250,7 +260,7 @@ def _view_array(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
     torch = sys.modules.get("torch")  # an array cannot be a tensor of torch before torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
-            raise UsageError(f"a cache on {array.device}: expected memory of the CPU or of an NVIDIA GPU")
+            raise UsageError(f"the cache is on {array.device}: expected memory of the CPU or of an NVIDIA GPU")
         # numpy has neither bfloat16 nor eight-bit floats, so view them as integers of the same size.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()]
         storage = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())
@@ -258,7 +268,7 @@ def _view_array(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
     try:
         found = np.asarray(array) if hasattr(array, "__array_interface__") else np.from_dlpack(array)
     except (TypeError, AttributeError, BufferError, RuntimeError) as error:
-        raise UsageError(f"an array in memory of the CPU is expected, got {type(array).__name__}: {error}") from error
+        raise UsageError(f"expected an array in memory of the CPU, got {type(array).__name__}: {error}") from error
     return found, str(found.dtype), None
 
 
@@ -279,7 +289,10 @@ def _axes(array: NDArray[Any], axes: str) -> tuple[dict[str, int], dict[str, int
     item_bytes = array.itemsize
     outer = [name for name in names if name != "item"]
     if len(names) != array.ndim or names[: len(outer)] != outer or len(set(outer)) < len(outer):
-        raise UsageError(f"{axes!r} for an array of {array.ndim} dimensions: each axis once, items last")
+        raise UsageError(
+            f"{axes!r} for an array of {array.ndim} dimensions: expected a name for each dimension, each "
+            "once, items last"
+        )
     for name, count, stride in zip(names[::-1], array.shape[::-1], array.strides[::-1], strict=True):
         if name == "item":
             if stride != item_bytes:

@@ -141,7 +141,7 @@ class Channels:
                 if self._states.on_ack_counts(number, generation) and not self._link.ack_counts(
                     number, [(item.imm_data, item.times) for item in counts]
                 ):
-                    raise FailoverError("it has too many counts that it does not acknowledge")
+                    raise FailoverError("the peer does not acknowledge its counts")
             case RailDown(number, generation, reason, keys):
                 self._asked[number] = keys
                 if number in self._states.live:
@@ -160,11 +160,13 @@ class Channels:
     def _on_arrivals(self, message: Arrivals, now: float) -> None:
         number = message.channel
         if self._partial_arrivals.keys() - {number}:
-            raise FailoverError("it begins to tell what came over a channel before it has told it of another")
+            raise FailoverError(
+                "the peer began to report arrivals on a channel before it had ended its report on another"
+            )
         counts = self._partial_arrivals.setdefault(number, [])
         counts += [(item.imm_data, item.times) for item in message.counts]
         if len(counts) > MAX_ARRIVALS:
-            raise FailoverError(f"it counts over {MAX_ARRIVALS} immediates that came")
+            raise FailoverError(f"the peer reports arrivals on over {MAX_ARRIVALS} immediates")
         if message.more:
             return
         del self._partial_arrivals[number]
@@ -181,7 +183,7 @@ class Channels:
         """Return the number of the channel that a Channel is about. Raises FailoverError if there is none."""
         pair = message.rail_remote, message.rail_local
         if pair not in self._pairs:
-            raise FailoverError(f"it opens a channel of rails {pair[0]} and {pair[1]}, which there is none of")
+            raise FailoverError(f"the peer opens a channel of rails {pair[0]} and {pair[1]}, which do not form one")
         return self._pairs.index(pair)
 
     def _on_joined(self, number: int, generation: int, now: float) -> None:
@@ -248,7 +250,7 @@ class Channels:
     def _send_arrivals(self, number: int, generation: int) -> None:
         arrived, top, holes = self._link.arrivals(number)
         if any(times < 0 for _, times in arrived) and not self._link.forgets(number):
-            raise FailoverError("it acknowledged more than came")
+            raise FailoverError("the peer acknowledged more writes than arrived here")
         mark = to_received(top, holes)
         counts = [Arrived(imm_data, times) for imm_data, times in arrived]
         while len(counts) > MAX_COUNTS:
@@ -265,7 +267,7 @@ class Channels:
     def _reconcile(self, number: int, arrivals: Account) -> None:
         top, holes = from_received(arrivals.messages)
         if not self._link.reconcile(number, list(arrivals.counts), top, holes, self._unknown.pop(number, [])):
-            raise FailoverError("it says that what was not sent has come")
+            raise FailoverError("the peer reports arrivals that this engine did not send")
         self._move_mailbox()
 
     def _move_mailbox(self) -> None:
@@ -281,7 +283,7 @@ class Channels:
         try:
             pending = self._pending[number] = self._runtime.rail_set.open_channel(mine, remote)
         except AioteError as error:
-            self.fail(number, f"it cannot be opened again: {error}")
+            self.fail(number, f"the channel cannot be opened again: {error}")
             return
         key, base = self._runtime.rail_set.scratch.keys[mine]
         self._send(Channel(mine, remote, generation, pending.address, key, base, b""))
@@ -303,7 +305,7 @@ class Channels:
             )
         except AioteError as error:
             pending.close()
-            self.fail(number, f"it cannot be joined again: {error}")
+            self.fail(number, f"the channel cannot be joined again: {error}")
 
     async def _probe(self, number: int, generation: int) -> None:
         """Send an empty write over a channel that was opened again; once it has arrived, the channel is in use."""
@@ -314,7 +316,7 @@ class Channels:
             await probe
         except (TransferError, AioteError) as error:
             if self._current(number, generation):
-                self.fail(number, f"it was opened again, but nothing goes through: {error}")
+                self.fail(number, f"the channel was opened again, but a test write failed: {error}")
             return
         if self._current(number, generation):
             self._probes.pop(number, None)
@@ -348,7 +350,7 @@ def from_received(mark: Received) -> tuple[int, list[int]]:
     top = mark.high
     for low, high in mark.beyond:
         if not top < low <= high or low - top > MAX_HOLES:
-            raise FailoverError("its account of the messages that came is none")
+            raise FailoverError("the peer's report of its received messages is invalid")
         holes.extend(range(top + 1, low))
         top = high
     return top, holes

@@ -61,7 +61,7 @@ class GrantedLeases:
         self._runtime.require_open()
         holder = self._holder(to)
         if not slices:
-            raise UsageError("lease: there is no slice")
+            raise UsageError("lease: expected at least one slice, got none")
         parts: list[tuple[Region, LocalMemory]] = []
         try:
             for region in slices:
@@ -78,7 +78,7 @@ class GrantedLeases:
     def _holder(self, to: Peer | Address | str) -> Address:
         holder = one_engine(to, "lease")
         if holder.identity == self._runtime.address.identity:
-            raise UsageError("lease: this is the engine's own address; a lease is another engine's")
+            raise UsageError("lease: this is the engine's own address; name the other engine that may use the memory")
         return holder
 
     def _register_for(self, region: Region, holder: Address) -> LocalMemory:
@@ -87,7 +87,7 @@ class GrantedLeases:
         if region.memory.owner is not self._runtime.core:
             raise UsageError("lease: the region belongs to another engine; register the memory with this one too")
         if region.nbytes == 0:
-            raise UsageError("lease: the slice has no bytes")
+            raise UsageError("lease: the slice is empty; lend at least one byte")
         whole = region.memory
         part = section(whole.buffer, region.start, region.start + region.nbytes)
         # A lease of a local region allows reads and writes; another lease allows no more than the region's descriptor.

@@ -54,7 +54,7 @@ def pair(
     if not found:
         raise PeerRefusedError(
             connection.name,
-            f"no rail in common: this engine speaks {', '.join(ours.values())}, it speaks "
+            f"no rail in common: this engine has {', '.join(ours.values())}, the peer has "
             f"{', '.join(theirs.values())} (tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, "
             "shm only of one version)",
         )
@@ -122,7 +122,7 @@ class Joining:
         if (channel.rail_local, channel.rail_remote) != (pending.remote_rail, pending.rail.index):
             raise PeerError(
                 connection.name,
-                f"it told a channel of rails {channel.rail_local} and {channel.rail_remote} out of turn",
+                f"it described the channel of rails {channel.rail_local} and {channel.rail_remote} out of order",
             )
         peer_slot = -1, 0
         if not pending.rail.traits.waits:

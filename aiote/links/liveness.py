@@ -66,7 +66,7 @@ class Liveness:
         if stuck is None:
             return ""
         if channels is not None:
-            channels.fail(stuck, "the data connection has stood still, though the peer is alive")
+            channels.fail(stuck, "the data connection makes no progress, although the peer is alive")
             return ""
         rail = self._runtime.rail_name(link.rail_of(stuck))
-        return f"the data connection on rail {rail} has stood still, though the peer is alive"
+        return f"the data connection on rail {rail} makes no progress, although the peer is alive"

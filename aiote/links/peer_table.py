@@ -95,7 +95,7 @@ class ConnectionTable:
         if isinstance(target, str):
             target = Address.parse(target)
         if not isinstance(target, Address):
-            raise UsageError(f"a Peer, an Address or its text is expected, got {type(target).__name__}")
+            raise UsageError(f"expected a Peer, an Address or its text, got {type(target).__name__}")
         own = self._runtime.address
         here = target.is_anyone and (target.host, target.port) == (own.host, own.port)
         if here or target.identity == own.identity:
@@ -179,7 +179,10 @@ class ConnectionTable:
 
         if not await run_within(connection.deadline - self._runtime.loop.time(), attempt):
             raise ConnectTimeoutError(
-                str(address), f"its control port did not answer within {self._runtime.config.connect_timeout} s"
+                str(address),
+                "its control port did not answer within connect_timeout "
+                f"({self._runtime.config.connect_timeout} s); is it "
+                f"running, and does a firewall block the port?",
             )
         protocol = ControlProtocol(Role.INITIATOR, self._handshake, target=address)
         name, left = f"to {address.host}:{address.port}", connection.deadline - self._runtime.loop.time()

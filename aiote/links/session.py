@@ -260,7 +260,7 @@ class Session:
 
     def _on_channel_message(self, message: ChannelMessage) -> None:
         if self.channels is None:
-            raise SessionOver("it spoke of channels that fail, where there is one that does not")
+            raise SessionOver("it sent a message about failover, but this connection has none")
         try:
             self.channels.receive(message)
         except FailoverError as error:
@@ -332,14 +332,19 @@ class Session:
         offer = await self._expect(EngineOffer)
         for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
             if not least <= number <= most:
-                raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
+                raise SessionOver(
+                    f"it offers {offer.pool} messages of {offer.message_bytes} bytes, which no aiote accepts"
+                )
         if not pools_fit(config.message_pool, config.message_bytes, offer.pool, offer.message_bytes):
             raise SessionOver(
                 f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes, which takes over "
-                f"{POOL_BYTES} bytes here; raise message_pool and message_bytes here, or lower them there"
+                f"{POOL_BYTES} bytes here; raise message_pool and message_bytes here, or lower them at the peer"
             )
         if not HEARTBEAT_MS[0] <= offer.heartbeat_ms <= HEARTBEAT_MS[1]:
-            raise SessionOver(f"it asks for a heartbeat every {offer.heartbeat_ms} ms")
+            raise SessionOver(
+                f"it asks for a heartbeat every {offer.heartbeat_ms} ms, expected {HEARTBEAT_MS[0]} "
+                f"to {HEARTBEAT_MS[1]}"
+            )
         self._liveness.clock.send_every = offer.heartbeat_ms / 1000
         return offer
 

@@ -36,13 +36,16 @@ def _describe_array(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[
     """Return where an array lies, its shape, its strides in bytes, and the name of its type."""
     if hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
-            raise aiote.UsageError(f"{what}: it is on {array.device}; open_group(device=...) takes arrays of a GPU")
+            raise aiote.UsageError(
+                f"{what}: the array is on {array.device}; open the group with open_group(device=...) for "
+                "arrays of a GPU"
+            )
         size = array.element_size()
         strides = tuple(size * stride for stride in array.stride())
         return array.data_ptr(), tuple(array.shape), strides, str(array.dtype).removeprefix("torch.")
     require_unmasked(what, array)
     if not isinstance(array, np.ndarray):
-        raise aiote.UsageError(f"{what}: a NumPy array or a torch tensor is expected, got {type(array).__name__}")
+        raise aiote.UsageError(f"{what}: expected a NumPy array or a torch tensor, got {type(array).__name__}")
     return array.ctypes.data, array.shape, array.strides, array.dtype.name
 
 
@@ -61,10 +64,10 @@ def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> B
     if 0 in found:
         return np.zeros((int(np.prod(found[:-1])), found[-1] * size), np.uint8)
     if found[-1] > 1 and strides[-1] != size:
-        raise aiote.UsageError(f"{what}: the elements of a row must lie together, its strides are {strides}")
+        raise aiote.UsageError(f"{what}: expected contiguous rows, got strides {strides}")
     rest = list(zip(found[:-1], strides[:-1], strict=True))
     if min((stride for _, stride in rest), default=0) < 0:
-        raise aiote.UsageError(f"{what}: its strides {strides} are negative")
+        raise aiote.UsageError(f"{what}: its strides {strides} are negative, expected strides from 0 on")
     extent = sum((length - 1) * stride for length, stride in rest) + found[-1] * size
     memory = (ctypes.c_uint8 * extent).from_address(address)
     view = np.ndarray((*found[:-1], found[-1] * size), np.uint8, memoryview(memory), 0, (*strides[:-1], 1))

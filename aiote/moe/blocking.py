@@ -90,7 +90,11 @@ class HeldGroup:
 
     def _settle_opening(self, holding: Future[None]) -> None:
         if not self._opened.done():
-            error = aiote.ClosedError("the group was not opened") if holding.cancelled() else holding.exception()
+            error = (
+                aiote.ClosedError("the group is not open: use it within its `async with`")
+                if holding.cancelled()
+                else holding.exception()
+            )
             self._opened.settle(error or aiote.ClosedError("the group is closed"))
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:

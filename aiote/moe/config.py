@@ -120,7 +120,7 @@ def _check_numbers(config: MoeConfig) -> None:
         if type(value) is not int or not least <= value <= most:
             raise UsageError(f"{name}={value!r}: expected an integer from {least} to {most}")
     if config.tokens * config.top_k >= 1 << 31:
-        raise UsageError(f"tokens={config.tokens} with top_k={config.top_k}: their product must be below 2**31")
+        raise UsageError(f"tokens={config.tokens}, top_k={config.top_k}: expected a product below 2**31")
 
 
 def _check_choices(config: MoeConfig) -> None:

@@ -99,7 +99,7 @@ class Buffer:
         limit. Raises UsageError without `low_latency_mode`, because only the low-latency calls exist.
         """
         if not low_latency_mode:
-            raise aiote.UsageError("Buffer: only the low-latency calls are here: low_latency_mode=True is needed")
+            raise aiote.UsageError("Buffer: aiote has the low-latency calls only: pass low_latency_mode=True")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
@@ -129,12 +129,14 @@ class Buffer:
             elif members is not None and rank is not None:
                 self.rank, found = rank, [(str(one), free) for one in members]
             else:
-                raise aiote.UsageError("Buffer: a `group`, a `comm`, or `members` and `rank` are needed")
+                raise aiote.UsageError("Buffer: expected `group`, or `comm`, or `members` and `rank`")
             self.members = [address for address, _ in found]
             self.group_size = len(self.members)
             self._block = max(number for _, number in found)
             if self._block in _blocks or not 0 <= self._block < 8:
-                raise aiote.UsageError(f"block={self._block}: another buffer's, or not from 0 to 7")
+                raise aiote.UsageError(
+                    f"block={self._block}: expected a number from 0 to 7 that no other buffer of this process uses"
+                )
             _blocks.add(self._block)
 
     # Calls that need no other rank.
@@ -157,7 +159,7 @@ class Buffer:
     def set_num_sms(new_num_sms: int) -> None:
         """Store a number that has no effect here. Raises UsageError for an odd one."""
         if new_num_sms % 2:
-            raise aiote.UsageError("set_num_sms: the number is even")
+            raise aiote.UsageError(f"set_num_sms: expected an even number, got {new_num_sms}")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -177,15 +179,19 @@ class Buffer:
         if key not in self._shapes:
             self._require_open()
             if experts % self.group_size:
-                raise aiote.UsageError(f"num_experts={experts} is no multiple of {self.group_size} ranks")
+                raise aiote.UsageError(f"num_experts={experts}: expected a multiple of the {self.group_size} ranks")
             config = _config(tokens, hidden, experts, top_k, fp8, self.enable_shrink)
             nbytes = registered_bytes(config, self.group_size) + sum(one.nbytes for one in self._shapes.values())
             if nbytes > self.num_rdma_bytes:
-                raise aiote.UsageError(f"num_rdma_bytes={self.num_rdma_bytes}: {nbytes} are needed")
+                raise aiote.UsageError(
+                    f"num_rdma_bytes={self.num_rdma_bytes}: expected at least {nbytes} for the shapes in use"
+                )
             used = {one.number for one in self._shapes.values()}
             numbers = [number for number in range(BLOCK) if number not in used]
             if not numbers:
-                raise aiote.UsageError(f"a buffer has at most {BLOCK} shapes: clean_low_latency_buffer ends old ones")
+                raise aiote.UsageError(
+                    f"the buffer has {BLOCK} shapes, which is the limit: drop old ones with clean_low_latency_buffer"
+                )
             number, masked = BLOCK * self._block + numbers[0], self._masked_ranks()
             how: dict[str, Any] = {"group": number, "masked": masked, "open_timeout": self._open_timeout}
             held = HeldGroup(self._bridge, self.members, self.rank, config, **how)
@@ -194,7 +200,7 @@ class Buffer:
 
     def _require_open(self) -> None:
         if self._bridge.closed:
-            raise aiote.ClosedError("the buffer is destroyed")
+            raise aiote.ClosedError("the buffer was destroyed")
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Close the groups of all other shapes; every rank calls it. The groups of this shape need no cleaning."""
@@ -376,7 +382,7 @@ def _refuse(wrong: bool, why: str) -> None:
 
 def _dispatched_of(handle: tuple[Any, ...]) -> Dispatched:
     if not isinstance(handle, Handle):
-        raise aiote.UsageError("handle: what low_latency_dispatch of this Buffer returned is expected")
+        raise aiote.UsageError("handle: expected the handle that low_latency_dispatch of this Buffer returned")
     return handle.made
 
 

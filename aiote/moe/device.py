@@ -323,13 +323,13 @@ class GpuKernels:
     def _counters(self, kinds: int) -> tuple[int, int]:
         """Return the bytes of shared memory for `kinds` counters, and the counters' address if they do not fit."""
         if kinds > self._kinds:
-            raise UsageError(f"{kinds} kinds of rows for kernels that were opened for {self._kinds}")
+            raise UsageError(f"the kernels were opened for {self._kinds} kinds of rows, got {kinds}")
         return (self._shared(0), self._of(self._work, "<u4")) if self._large else (self._shared(kinds), 0)
 
     def _describe_array(self, array: Any) -> dict[str, Any]:
         found: dict[str, Any] | None = getattr(array, self._launcher.interface, None)
         if found is None:
-            raise UsageError(f"an array in the GPU's memory is expected, got {type(array).__name__}")
+            raise UsageError(f"expected an array in the GPU's memory, got {type(array).__name__}")
         return found
 
     def _shape(self, array: Any) -> tuple[int, ...]:
@@ -341,7 +341,9 @@ class GpuKernels:
         size, strides = int(found["typestr"][2:]), found.get("strides")
         together = [size * int(np.prod(found["shape"][axis + 1 :])) for axis in range(len(found["shape"]))]
         if typestr != found["typestr"] or (strides and 0 not in found["shape"] and together != [*strides]):
-            raise UsageError(f"expected {typestr} that lie together, got {found['typestr']} {strides}")
+            raise UsageError(
+                f"expected contiguous elements of type {typestr}, got {found['typestr']} with strides {strides}"
+            )
         return int(found["data"][0])
 
     def _lines(self, array: Any) -> _Lines:
@@ -350,7 +352,9 @@ class GpuKernels:
         rows, nbytes = found["shape"]
         strides = found.get("strides") or (nbytes, 1)
         if found["typestr"] != "|u1" or (nbytes > 1 and strides[1] != 1):
-            raise UsageError(f"rows: expected uint8 that lie together, got {found['typestr']} {strides}")
+            raise UsageError(
+                f"rows: expected contiguous elements of type uint8, got {found['typestr']} with strides {strides}"
+            )
         return _Lines(int(found["data"][0]), strides[0], rows, nbytes)
 
 

@@ -70,7 +70,7 @@ def describe_cuda_array(what: str, array: Any) -> tuple[int, tuple[int, ...], tu
         return array.data_ptr(), tuple(array.shape), strides, str(array.dtype).removeprefix("torch.")
     found = None if hasattr(array, "data_ptr") else getattr(array, "__cuda_array_interface__", None)
     if found is None:
-        raise aiote.UsageError(f"{what}: an array in the GPU's memory is expected, got {type(array).__name__}")
+        raise aiote.UsageError(f"{what}: expected an array in the GPU's memory, got {type(array).__name__}")
     kind, shape = np.dtype(found["typestr"]), tuple(found["shape"])
     together = tuple(kind.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
     # A type that has no name in that interface is described as raw bytes.
@@ -92,7 +92,7 @@ def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: st
     step = strides[-2] if found[-2] > 1 else strides[0] if len(found) > 2 else found[-1] * size
     regular = len(found) == 2 or found[0] <= 1 or strides[0] == found[1] * step
     if rows and ((found[-1] > 1 and strides[-1] != size) or step < 0 or not regular):
-        raise aiote.UsageError(f"{what}: elements of a row lie together, and rows equally far apart, not {strides}")
+        raise aiote.UsageError(f"{what}: expected contiguous rows at equal distances, got strides {strides}")
     return KernelArray.at(address, (rows, found[-1] * size), "|u1", (step, 1), array)
 
 
@@ -266,8 +266,9 @@ class DeviceLane(Lane):
         keep()
         if scope.cancelled_caught:
             raise GroupBrokenError(
-                f"rank {self.group.rank}: a GPU has not run in {KERNELS_S} s what was launched for the group, behind "
-                "other work of its stream; the memory is kept until it has"
+                f"rank {self.group.rank}: the GPU did not run the group's kernels within {KERNELS_S} "
+                "s, because other work "
+                "of its stream comes first; the group's memory is kept until they have run"
             )
 
     @property

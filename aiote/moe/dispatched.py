@@ -159,7 +159,9 @@ class Dispatched:
         """Return which ids are -1 in a combine. Raises UsageError if other ids differ from the dispatched ones."""
         here = self._ids
         if ids.shape != here.shape or not torch.equal(torch.where(ids < 0, here, ids.to(here.dtype)), here):
-            raise aiote.UsageError("topk_idx: it differs from what was dispatched, by more than ids that are -1 now")
+            raise aiote.UsageError(
+                "topk_idx: it differs from the dispatched ids; only a change of ids to -1 is allowed"
+            )
         none: NDArray[np.bool_] = (ids < 0).numpy()
         return none
 

@@ -49,13 +49,13 @@ class MoeGroup:
         self.engine, self.config, self.rank, self.debug = engine, config, rank, debug
         self.members = [aiote.Address.parse(one) if isinstance(one, str) else one for one in members]
         if not 0 <= rank < len(members):
-            raise aiote.UsageError(f"rank={rank!r}: expected from 0 to {len(members) - 1}, the last of the members")
+            raise aiote.UsageError(f"rank={rank!r}: expected 0 to {len(members) - 1}, an index into members")
         if self.members[rank].identity != engine.address.identity:
-            raise aiote.UsageError(f"members[{rank}] is {self.members[rank]}, which is not this engine's address")
+            raise aiote.UsageError(f"members[{rank}] is {self.members[rank]}: expected this engine's address")
         if len({one.identity for one in self.members}) < len(self.members):
-            raise aiote.UsageError("members: an engine is named twice; each rank has one of its own")
+            raise aiote.UsageError("members: an engine is named twice; each rank needs an engine of its own")
         if not 0 <= group < MAX_GROUPS:
-            raise aiote.UsageError(f"group={group!r}: expected from 0 to {MAX_GROUPS - 1}")
+            raise aiote.UsageError(f"group={group!r}: expected 0 to {MAX_GROUPS - 1}")
         self.number, self.sizes = group, Sizes(config, len(members))
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
         self.memory = RankMemory(self.sizes, self.launcher)
@@ -105,7 +105,7 @@ class MoeGroup:
     ) -> Round:
         """Begin a round and return at once; `await round.dispatch_recv()` gives the batch. Otherwise as `dispatch`."""
         if not 0 <= lane < len(self._lanes):
-            raise aiote.UsageError(f"lane={lane!r}: expected from 0 to {len(self._lanes) - 1} (config.lanes)")
+            raise aiote.UsageError(f"lane={lane!r}: expected 0 to {len(self._lanes) - 1} (config.lanes)")
         return self._lanes[lane].begin(x, topk_ids, topk_weights, scales, count)
 
     def inputs(self, like: Any = None, lane: int = 0) -> tuple[Any, Any]:
@@ -135,7 +135,7 @@ class MoeGroup:
     def mask(self, rank: int, reason: str = "it was masked") -> None:
         """Go on without a rank; disconnect it, so that it writes no more. Raises UsageError with on_loss="raise"."""
         if self.config.on_loss != "mask":
-            raise aiote.UsageError("mask: the group was opened with on_loss='raise', in which every rank takes part")
+            raise aiote.UsageError("mask: a group with on_loss='raise' cannot leave a rank out; use on_loss='mask'")
         if self.membership.mask(rank, reason):
             if rank in self._peers:
                 self._peers[rank].disconnect(reason)
@@ -242,10 +242,10 @@ class MoeGroup:
             return ELSEWHERE
         if digest != self._digest:
             raise aiote.UsageError(
-                f"rank {rank} and rank {self.rank} have different configs, or members: {self.config}"
+                f"rank {rank} has another MoeConfig or other members than rank {self.rank}: {self.config}"
             )
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
-            raise aiote.UsageError(f"rank {rank} of {self.sizes.ranks} asks rank {self.rank}")
+            raise aiote.UsageError(f"rank {rank} asked rank {self.rank}: expected another of {self.sizes.ranks}")
         while not (self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)):
             await self._changed.wait()
         assert self._immediates is not None
@@ -360,13 +360,13 @@ class MoeGroup:
         parts, owner = self.memory.map.parts(self.rank), self._peers[rank]
         try:
             if len(descriptors) != len(parts):
-                raise aiote.UsageError(f"{len(descriptors)} descriptors for {len(parts)} parts")
+                raise aiote.UsageError(f"expected {len(parts)} descriptors, got {len(descriptors)}")
             regions = [
                 self.engine.attach(one, owner=owner, access="write", nbytes=part.stop - part.start)
                 for one, part in zip(descriptors, parts, strict=True)
             ]
         except aiote.UsageError as error:
-            raise aiote.UsageError(f"rank {rank} lends no inbox of its own: {error}") from None
+            raise aiote.UsageError(f"rank {rank} lent something else than an inbox of its own: {error}") from None
         return LeasedInbox(parts, regions)
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:

@@ -107,5 +107,5 @@ def service_of(group: int) -> type[MoeService]:
 def within_reach(met: Meeting, epoch: int, *, first: bool) -> Meeting:
     """Return a rank's answer. Raises UsageError for an epoch that the rank cannot have reached."""
     if met.epoch > (MOST_FIRST if first else epoch + MOST_AHEAD):
-        raise aiote.UsageError(f"it says that it is in epoch {met.epoch}, this rank is in {epoch}")
+        raise aiote.UsageError(f"it claims to be in epoch {met.epoch}, too far ahead of this rank's {epoch}")
     return met

@@ -193,9 +193,9 @@ class Lane:
         """
         surplus = self.arrivals.surplus(self.state.parity, kinds or KINDS)
         if ALL in surplus:
-            raise GroupBrokenError("more writes were counted than the ranks owe: rows of this round may be wrong")
+            raise GroupBrokenError("more writes arrived than the ranks owe, so rows of this round may be wrong")
         for rank in set(came).intersection(surplus):
-            self.group.lose(rank, "it has counted more writes than it owes")
+            self.group.lose(rank, "it has sent more writes than it owes")
         return [rank for rank in came if rank not in surplus]
 
     def _late(self, parity: int, number: int) -> int | None:
@@ -247,9 +247,9 @@ class Lane:
         config = self.sizes.config
         tokens = len(ids) if count is None else count
         if not 0 <= tokens <= min(len(ids), config.tokens):
-            raise aiote.UsageError(f"{tokens} tokens: expected from 0 to {min(len(ids), config.tokens)}")
+            raise aiote.UsageError(f"{tokens} tokens: expected 0 to {min(len(ids), config.tokens)}")
         if scales is not None and not config.scales:
-            raise aiote.UsageError("scales: the config has scales=0")
+            raise aiote.UsageError("scales: the MoeConfig has scales=0, so give none, or set scales there")
         given = self.read_arguments(tokens, x, ids, weights, scales)
         with self.step("dispatch_send", self.state, self.state.number):
             for rank, rounds in tuple(self.group.membership.departed.items()):

@@ -111,7 +111,8 @@ class Round:
     def _require_room(self) -> None:
         if self._sizes.may_overflow(self._experts):
             raise NotBegunError(
-                "topk_ids: with on_loss='mask' tokens may not name an expert so often that rows overflow"
+                "topk_ids: the tokens name an expert so often that rows may overflow, which "
+                "on_loss='mask' forbids; let a token name an expert once at most"
             )
 
     def _base(self) -> int:
@@ -425,7 +426,9 @@ class Round:
         ranks have applied the weights already, and for another shape or type.
         """
         if self._config.reduce == "expert":
-            raise aiote.UsageError("reweigh: with reduce='expert' the experts' ranks have applied the weights")
+            raise aiote.UsageError(
+                "reweigh: with reduce='expert' the experts' ranks have applied the weights already; use reduce='source'"
+            )
         self._given.weights = self._weights(topk_weights)
         if skipped is not None:
             self._dropped = skipped if self._dropped is None else self._dropped | skipped
@@ -436,13 +439,13 @@ class Round:
     async def combine_recv(self, out: Any = None, *, accumulate: bool = False) -> Any:
         """Wait for the answers, and return the sums; the round is over. Otherwise as `MoeGroup.combine`."""
         if out is None and accumulate:
-            raise aiote.UsageError("combine: accumulate needs an `out` to add to")
+            raise aiote.UsageError("combine: accumulate=True needs `out`, the array to add to")
         config = self._config
         if out is None:
             out = elements(self._sums(), 0, (self._tokens, config.hidden), config.out_dtype, self._y_like)
         found = self._lines("out", out, (None, config.hidden), config.out_dtype)
         if len(found) < self._tokens:
-            raise aiote.UsageError(f"out: {len(found)} rows for {self._tokens} tokens")
+            raise aiote.UsageError(f"out: expected {self._tokens} rows, one for each token, got {len(found)}")
 
         async def body() -> None:
             await self._sum(found[: self._tokens], accumulate)

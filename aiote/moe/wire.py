@@ -89,19 +89,19 @@ class Route(NamedTuple):
         """Return a peer's route. Raises ValueError for an impossible route, OtherRoundError if the round differs."""
         magic, their_epoch, low, high, tokens, rows = map(int, words[:HEADER])
         if magic != MAGIC:
-            raise ValueError(f"it begins with {magic:#x}, which is no route")
+            raise ValueError(f"it begins with {magic:#x}, so it is not a route")
         if (their_epoch, low | high << 32) != (epoch & 0xFFFFFFFF, number):
             raise OtherRoundError(
                 f"it is of round {low | high << 32} in epoch {their_epoch}, and round {number} in epoch {epoch} is "
-                "under way: every rank takes part in every round"
+                "under way: every rank must take part in every round"
             )
         config, count = sizes.config, sizes.config.experts
         experts = words[HEADER : HEADER + count].astype(np.int64)
         copies = words[HEADER + count : HEADER + count + sizes.ranks].astype(np.int64)
         if tokens > config.tokens:
-            raise ValueError(f"it has {tokens} tokens, of {config.tokens} at most")
+            raise ValueError(f"it has {tokens} tokens, expected at most {config.tokens}")
         if int(experts.sum()) != rows or rows > tokens * config.top_k:
-            raise ValueError(f"its {int(experts.sum())} rows are not the {rows} that it says, of {tokens} tokens")
+            raise ValueError(f"it counts {int(experts.sum())} rows by expert, but announces {rows} for {tokens} tokens")
         if sizes.may_overflow(experts):
             raise ValueError(f"it names experts so often that rows may overflow: {experts.tolist()}")
         for_rank = sizes.for_ranks(experts)

@@ -20,8 +20,8 @@ EVENTS: Mapping[str, tuple[str, int, str]] = MappingProxyType(
         "peer.lost": ("aiote.peers", logging.WARNING, "peer %(peer)s lost: %(reason)s"),
         "connection.refused": ("aiote.peers", logging.WARNING, "connection refused: %(reason)s"),
         "rail.failed": ("aiote.rails", logging.WARNING, "rail %(rail)s failed toward %(peer)s: %(reason)s"),
-        "rail.back": ("aiote.rails", logging.INFO, "rail %(rail)s carries again toward %(peer)s"),
-        "rail.full": ("aiote.rails", logging.WARNING, "rail %(rail)s does not carry %(peer)s: %(reason)s"),
+        "rail.back": ("aiote.rails", logging.INFO, "rail %(rail)s is in use again toward %(peer)s"),
+        "rail.full": ("aiote.rails", logging.WARNING, "rail %(rail)s is not used toward %(peer)s: %(reason)s"),
         "rail.down": ("aiote.rails", logging.WARNING, "rail %(rail)s is down: %(reason)s"),
         "rail.up": ("aiote.rails", logging.INFO, "rail %(rail)s is up"),
         "memory.staged": (

@@ -50,7 +50,7 @@ def this_process() -> ProcessId:
     """Return the calling process; in a forked child that is the child. Raises OSError without /proc."""
     born = _born(os.getpid())
     if born is None:
-        raise FileNotFoundError("/proc does not tell when this process was born")
+        raise FileNotFoundError("/proc does not say when this process was started")
     return ProcessId(_namespace(), os.getpid(), born)
 
 

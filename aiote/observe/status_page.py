@@ -166,7 +166,7 @@ class StatusPage:
 def _named(incarnation: int) -> Path:
     folder = _made()
     if folder is None:
-        raise FileNotFoundError("no folder of this user's own")
+        raise FileNotFoundError("this user has no private folder for status pages")
     return folder / f"{this_process()}-{incarnation}{SUFFIX}"
 
 

@@ -265,7 +265,7 @@ def plan_kvcache(scenario: KvScenario) -> KvPlan:
     seconds = plan.hottest[1] * 8e-9 / scenario.nics.model.gbps
     if scenario.rate * alone > 1000:
         raise aiote.UsageError(
-            f"rate={scenario.rate:g}: a prefill group computes a prompt in {alone / 1e3:.4g} s; expected from 0 to "
+            f"rate={scenario.rate:g}: a prefill group computes a prompt in {alone / 1e3:.4g} s: expected 0 to "
             f"{1e3 / alone:.4g} prompts a second for a group"
         )
     if scenario.rate * seconds > 1:

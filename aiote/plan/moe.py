@@ -84,7 +84,7 @@ class MoeScenario:
             raise aiote.UsageError(f"ranks={self.ranks}: expected a multiple of node={self.node}")
         if self.shape.top_k > self.shape.experts - -(-self.shape.experts // self.ranks) * self.node:
             raise aiote.UsageError(
-                f"ranks={self.ranks}: of {self.shape.experts} experts fewer than top-k={self.shape.top_k} are on "
+                f"ranks={self.ranks}: fewer than top-k={self.shape.top_k} of {self.shape.experts} experts are on "
                 "other nodes; expected more ranks, or a smaller node"
             )
 

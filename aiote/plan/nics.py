@@ -88,15 +88,19 @@ def _measured(path: Path) -> NicModel:
     try:
         records = [_Record.of(one) for one in json.loads(path.read_text())["records"] if one["runs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no file of `aiote bench --json`: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{path} is not a file of `aiote bench --json`: {type(error).__name__}: {error}") from None
     lines = sorted({one.line for one in records if one.contestant == "aiote"})
     if len(lines) != 1:
-        raise UsageError(f"{path} has aiote's figures of {len(lines)} providers and libraries, expected of one")
+        raise UsageError(
+            f"{path} has figures of {len(lines)} pairs of provider and library, expected one; measure with --provider"
+        )
     mine = [one for one in records if one.line == lines[0] and one.contestant == "aiote"]
     carried = [one.value * GIB * 8 / 1e9 for one in mine if one.op in ("write", "pages")]
     trips = [one.value for one in mine if one.op == "latency"]
     if not carried or not trips:
-        raise UsageError(f"{path} needs records of `latency`, and of `write` or `pages`: aiote bench compare --json")
+        raise UsageError(
+            f"{path} needs records of `latency`, and of `write` or `pages`: make it with aiote bench compare --json"
+        )
     operation = _operation(mine)
     one_way = max(0.0, min(trips) / 2 - operation)
     return NicModel(name=path.stem, gbps=max(carried), latency_us=one_way, answer_us=one_way, operation_us=operation)

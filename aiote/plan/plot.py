@@ -60,4 +60,4 @@ def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: it cannot be drawn there: {error}") from None
+        raise UsageError(f"{path}: the plot cannot be written there: {error}") from None

@@ -74,18 +74,22 @@ def _no_device(facts: Facts) -> Iterator[Finding]:
     if not facts.has_rdma:
         command = f"modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {shlex.quote(facts.net or 'eth0')}"
         yield Finding(
-            "hint", "RDMA", "there is no RDMA device; tcp and shm work without, and this makes one in software", command
+            "hint",
+            "RDMA",
+            "there is no RDMA device; local, socket, tcp and shm work without, and this command makes one in software",
+            command,
         )
 
 
 def _software(facts: Facts) -> Iterator[Finding]:
     for device in facts.devices:
         if device.software:
-            limits = "it cannot write with immediate data" if device.driver == "siw" else "its speed is no NIC's"
+            limits = "it cannot write with immediate data" if device.driver == "siw" else "it is slower than a NIC"
             yield Finding(
                 "hint",
                 device.name,
-                f"is RDMA in software ({device.driver or 'unknown'}), to try things out: {limits}; this takes it away",
+                f"is RDMA in software ({device.driver or 'unknown'}), for trials only: {limits}; this "
+                "command removes it",
                 f"rdma link delete {shlex.quote(device.name)}",
             )
 
@@ -103,12 +107,12 @@ def _locked_memory(facts: Facts) -> Iterator[Finding]:
     again = (
         ""
         if mend.startswith("ulimit") or facts.container
-        else "; log in again after (a service: LimitMEMLOCK=infinity)"
+        else "; log in again afterwards (for a service set LimitMEMLOCK=infinity)"
     )
     yield Finding(
         "wrong" if limit.soft < LITTLE_LOCKED else "hint",
         "locked memory",
-        f"no more than {_size(limit.soft)} can be registered with NICs{again}",
+        f"at most {_size(limit.soft)} can be registered with NICs{again}",
         mend,
     )
 
@@ -126,7 +130,7 @@ def _efa(facts: Facts) -> Iterator[Finding]:
         yield Finding("wrong", "EFA", facts.efa_error, "fi_info -p efa -t FI_EP_RDM")
     elif facts.efa:
         names = ", ".join(facts.efa)
-        what = f"{names} can be used, by provider='efa'; auto does not take it, as aiote was never run on it"
+        what = f"{names} can be used with provider='efa'; auto does not choose it, because aiote was never run on it"
         yield Finding("hint", "EFA", what, "aiote prove efa")
 
 
@@ -142,7 +146,7 @@ def _driver_libraries(facts: Facts) -> Iterator[Finding]:
     for device in facts.devices:
         name = LIBRARIES.get(device.driver, "")
         if name and facts.libraries is not None and name not in facts.libraries:
-            what = f"its driver in user space, lib{name}-rdmav*.so for {device.driver}, is not installed"
+            what = f"its user-space driver, lib{name}-rdmav*.so for {device.driver}, is not installed"
             yield Finding("wrong", device.name, what, "apt-get install ibverbs-providers")
 
 
@@ -152,11 +156,11 @@ def _device_nodes(facts: Facts) -> Iterator[Finding]:
         path = f"/dev/infiniband/{device.uverbs}"
         if device.node == "unloaded":
             yield Finding(
-                "wrong", device.name, "programs have no way to it: ib_uverbs is not loaded", "modprobe ib_uverbs"
+                "wrong", device.name, "programs cannot open it: ib_uverbs is not loaded", "modprobe ib_uverbs"
             )
         elif device.node == "missing":
             trigger = "udevadm trigger --subsystem-match=infiniband_verbs"
-            yield Finding("wrong", device.name, f"{path} is not there", container if facts.container else trigger)
+            yield Finding("wrong", device.name, f"{path} does not exist", container if facts.container else trigger)
         elif device.node == "denied":
             mend = container if facts.container else f"chmod a+rw {shlex.quote(path)}"
             yield Finding("wrong", device.name, f"{path} may not be opened by this user", mend)
@@ -171,7 +175,7 @@ def _links(facts: Facts) -> Iterator[Finding]:
         if off:
             yield Finding("wrong", port.name, f"is down: {off} is switched off", f"ip link set {shlex.quote(off)} up")
         elif not port.ethernet and port.physical == "LinkUp":
-            what = f"has a link and is {port.state}: no subnet manager of its fabric answers"
+            what = f"has a link but is {port.state}: no subnet manager of its fabric answers"
             yield Finding("wrong", port.name, what, "systemctl start opensm")
         elif not port.ethernet and port.physical == "Disabled":
             mend = f"ibportstate -C {shlex.quote(device.name)} -D 0 {port.number} enable"
@@ -192,7 +196,7 @@ def _addresses(facts: Facts) -> Iterator[Finding]:
             yield Finding("wrong", port.name, f"has no GID: {net} has no IP address", address)
             continue
         if all(gid.link_local for gid in port.gids):
-            what = f"{net} has no IP address but its link's own, which is known to no other link"
+            what = f"{net} has only a link-local IP address, which other networks cannot reach"
             yield Finding("hint", port.name, what, address)
         if all(gid.version != 2 for gid in port.gids):
             yield _no_roce2(device, port)
@@ -208,7 +212,8 @@ def _no_roce2(device: RdmaDevice, port: PortFacts) -> Finding:
     return Finding(
         "hint",
         port.name,
-        "has no RoCE v2 GID, and no router forwards RoCE v1; where the NIC knows v2, this tells its firmware",
+        "has no RoCE v2 GID, and routers do not forward RoCE v1; this command shows the firmware, "
+        "which decides about v2",
         f"ibv_devinfo -v -d {shlex.quote(device.name)}",
     )
 
@@ -223,19 +228,19 @@ def _gpu_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "hint" if facts.peermem else "wrong",
             "kernel",
-            f"Linux {release} cannot register GPU memory by DMA-BUF, 5.12 can",
+            f"Linux {release} cannot register GPU memory by DMA-BUF; 5.12 and later can",
             "apt-get install linux-image-amd64 && reboot",
         )
     # Only the open form of NVIDIA's kernel driver exports DMA-BUFs.
     if NVIDIA in facts.gpus and facts.peermem is False and (old or facts.nvidia_open is False):
-        why = f"Linux is older than {DMA_BUF[0]}.{DMA_BUF[1]}" if old else "NVIDIA's closed driver gives none"
+        why = f"Linux is older than {DMA_BUF[0]}.{DMA_BUF[1]}" if old else "NVIDIA's closed driver exports none"
         what = f"nvidia_peermem is not loaded, and there is no DMA-BUF ({why}): NICs cannot reach GPU memory"
         yield Finding("wrong", "GPU memory", what, "modprobe nvidia_peermem")
 
 
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
     if facts.huge_pages == 0 and any(not device.software for device in facts.devices):
-        what = "none are set aside; buffers in them take fewer of the NIC's translations"
+        what = "none are reserved; buffers in huge pages need fewer translations in the NIC"
         yield Finding("hint", "huge pages", what, "sysctl -w vm.nr_hugepages=1024")
 
 
@@ -249,11 +254,11 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
         mend = "mount -o remount,size=4G /dev/shm"
     else:
         mend = "mkdir -p /dev/shm && mount -t tmpfs -o size=4G tmpfs /dev/shm"
-    has = f"has {_size(size)}" if size else "is not there"
+    has = f"has {_size(size)}" if size else "does not exist"
     yield Finding(
         "wrong" if size < SHM_NEEDED else "hint",
         "/dev/shm",
-        f"{has}; shm takes {_size(SHM_OF_A_PEER)} of it for each peer",
+        f"{has}; shm needs {_size(SHM_OF_A_PEER)} there for each peer",
         mend,
     )
 

@@ -37,7 +37,7 @@ def _function(library: str, name: str) -> Callable[..., int]:
         found: Callable[..., int] = getattr(ctypes.CDLL(library), name)
     except (OSError, AttributeError) as error:
         raise FabricError(
-            errno.EOPNOTSUPP, f"{error}; a driver that has {name} is needed", operation="export memory of a GPU"
+            errno.EOPNOTSUPP, f"{error}; install a driver that has {name}", operation="export memory of a GPU"
         ) from error
     return found
 

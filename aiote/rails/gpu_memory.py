@@ -54,7 +54,7 @@ class _Attempts:
             made = rail.device.register_gpu(*self._arguments)
             return made, reach_of(rail, self.buffer.device, made)
         if not rail.traits.dmabuf:
-            return None, Reach("none", f"{rail.provider} reaches memory of the host only; other rails carry it")
+            return None, Reach("none", f"{rail.provider} reaches host memory only; other rails carry GPU memory")
         ways: dict[str, Callable[[Rail], NicRegistration]] = {"dmabuf": self._by_dmabuf}
         if self.buffer.device == "cuda":
             ways["peermem"] = self._by_peermem

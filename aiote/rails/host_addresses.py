@@ -89,8 +89,8 @@ def nearest(host: str, hosts: list[str]) -> str:
         ]
         if hosts and not outside:
             raise UsageError(
-                f"host={host!r}: no rail leads there; this machine has none but loopback ({', '.join(inside)}). Is the "
-                "NIC up, and has it an address? Or name the rail: rails=[...]"
+                f"host={host!r}: no rail leads there; this machine has only loopback ({', '.join(inside)}). Check that "
+                "the NIC is up and has an address, or name the rail: rails=[...]"
             )
     return next(iter(inside + outside if _is_loopback(host) else outside + inside), "")
 
@@ -125,5 +125,5 @@ def node_of(name: str, hosts: dict[str, str], names: tuple[str, ...]) -> str:
 
 def unknown(names: tuple[str, ...], present: list[str]) -> UsageError:
     return UsageError(
-        f"rails={list(names)}: not all of them are here; this provider has {', '.join(sorted(set(present)))}"
+        f"rails={list(names)}: some do not exist here; this provider has {', '.join(sorted(set(present)))}"
     )

@@ -125,7 +125,7 @@ class LibfabricRail:
         return FabricError(
             errno.ENOMEM,
             f"the NIC has no queue pair left: it has {self._attributes['endpoints']} for all processes of this host, "
-            "and each peer takes one; use fewer peers or processes on it, or provider='socket'",
+            "and each peer takes one; use fewer peers or processes on this NIC, or provider='socket'",
             operation="open endpoint",
             rail=self.name,
         )
@@ -179,7 +179,7 @@ def choose(
             _require(require_shared_memory, mark(), rail=provider)
         raise UsageError(
             f"provider={provider!r}: libfabric {library.version[0]}.{library.version[1]} at {library.path} offers none "
-            "of that name on this machine; fi_info -l lists those that it has"
+            "of that name on this machine; `fi_info -l` lists the providers that it has"
         )
     _refuse_spinning(offers[0], library)
     if not traits_of(provider).by_address:

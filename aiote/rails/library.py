@@ -72,8 +72,8 @@ def load(explicit: str = "") -> FoundLibrary:
         opened = FoundLibrary(native.path(), native.version(), "open")
         if explicit and os.path.realpath(explicit) != os.path.realpath(opened.path):
             raise UsageError(
-                f"libfabric is open from {opened.path} in this process, so {explicit} cannot be: "
-                "use one library a process (set AIOTE_LIBFABRIC before the first engine is opened)"
+                f"libfabric is open from {opened.path} in this process, so {explicit} cannot be opened: "
+                "a process can use one (set AIOTE_LIBFABRIC before you open the first engine)"
             )
         return opened
     found = find_libfabric(explicit)
@@ -119,8 +119,8 @@ def _check_version(found: FoundLibrary | None, tried: list[str]) -> FoundLibrary
     if found.version < OLDEST:
         raise FabricError(
             38,
-            f"libfabric {found.version[0]}.{found.version[1]} at {found.path} is too old, "
-            f"{OLDEST[0]}.{OLDEST[1]} is the oldest that works. Looked for: {looked}. To install one: {INSTALL}",
+            f"libfabric {found.version[0]}.{found.version[1]} at {found.path} is too old: "
+            f"expected {OLDEST[0]}.{OLDEST[1]} or later. Looked for: {looked}. To install one: {INSTALL}",
             operation="load libfabric",
         )
     return found

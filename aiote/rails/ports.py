@@ -131,7 +131,7 @@ def choose_gid(port: Port, wanted: int | None = None) -> Gid:
     known = ", ".join(f"{gid.index} ({gid.ip}, {_protocol_name(gid)})" for gid in port.gids) or "none"
     asked = f"gid_index={wanted}: " if wanted is not None else ""
     hint = f"; give {' or '.join(port.nets) or 'its net device'} an IP address" if not port.gids else ""
-    raise UsageError(f"{asked}port {port.name} has no such GID, it has {known}{hint}")
+    raise UsageError(f"{asked}port {port.name} has no such GID; it has {known}{hint}")
 
 
 def _protocol_name(gid: Gid) -> str:
@@ -145,13 +145,15 @@ def choose_ports(names: tuple[str, ...] | None, host: str, ports: tuple[Port, ..
     if not ports:
         raise UsageError(
             "provider='verbs': this machine has no RDMA device (/sys/class/infiniband is empty); "
-            "`aiote doctor` says what else it lacks"
+            "run `aiote doctor`, or use another provider"
         )
     if names is not None:
         return [_named_port(name, names, ports) for name in names]
     up = [port for port in ports if port.up]
     if not up:
-        raise UsageError(f"provider='verbs': no port is up; there is {', '.join(port.name for port in ports)}")
+        raise UsageError(
+            f"provider='verbs': no port is up ({', '.join(port.name for port in ports)}); `aiote doctor` says why"
+        )
     return [next((port for port in up if any(gid.ip == host for gid in port.gids)), up[0])]
 
 
@@ -160,4 +162,4 @@ def _named_port(name: str, names: tuple[str, ...], ports: tuple[Port, ...]) -> P
         if name in (port.name, f"{port.device}:{port.number}", *port.nets) or any(gid.ip == name for gid in port.gids):
             return port
     present = ", ".join(f"{port.name} ({', '.join(port.nets)})" if port.nets else port.name for port in ports)
-    raise UsageError(f"rails={list(names)}: {name!r} is not here; the RDMA ports are {present}")
+    raise UsageError(f"rails={list(names)}: {name!r} does not exist; the RDMA ports are {present}")

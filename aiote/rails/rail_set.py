@@ -72,7 +72,7 @@ class PendingChannel:
             if error is not None:
                 raise error
             if len(left) != expected:
-                raise ValueError(f"it shared {len(left)} descriptors, expected {expected}")
+                raise ValueError(f"the peer shared {len(left)} descriptors, expected {expected}")
             self.wakeup = PeerWakeup(left.pop(0), wakeup)
             if left:
                 self.endpoint.take(left.pop(0))

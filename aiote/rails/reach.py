@@ -47,14 +47,14 @@ def reach_of(rail: Rail, device: str, registration: NicRegistration) -> Reach:
     if registration.unshared == "":
         return Reach(
             "shared",
-            "processes of this host open the allocation that it lies in, and their GPUs copy; what goes to or comes "
-            "from memory of the host goes through pinned memory",
+            "processes of this host open its allocation, and their GPUs copy; transfers to or from host memory go "
+            "through pinned memory",
         )
     why = f", and processes of this host cannot open it: {registration.unshared}" if rail.device.shares else ""
     return Reach(
         "staged",
-        f"{rail.provider} copies bytes with the processor, which cannot reach GPU memory{why}: they go through pinned "
-        "memory of the host",
+        f"{rail.provider} copies with the processor, which cannot reach GPU memory{why}: the bytes go through pinned "
+        "host memory",
     )
 
 

@@ -134,5 +134,5 @@ def _plug(request: RailRequest, rails: list[Rail]) -> Any:
     sim = network()
     rails += sim.plug(request.names)
     if sim.world.virtual and request.threaded:
-        raise UsageError("progress='thread' knows the system's time alone: in virtual time take 'adaptive'")
+        raise UsageError("progress='thread' uses the system's clock and does not work in virtual time: use 'adaptive'")
     return sim.world.clock

@@ -33,7 +33,7 @@ def locked_limit() -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return ""
-    return f"; a NIC locks what is registered, and this process may lock {limit >> 10} KiB: raise the limit (ulimit -l)"
+    return f"; registration locks memory, and this process may lock {limit >> 10} KiB: raise the limit (ulimit -l)"
 
 
 def require_memory() -> None:
@@ -53,7 +53,7 @@ def require_descriptors() -> None:
             opened.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
     except OSError as error:
         reason = f"an endpoint takes up to {DESCRIPTORS} descriptors, and {len(opened)} are free: {error.strerror}"
-        raise OSError(error.errno, f"{reason}; raise the limit (ulimit -n), or close some") from error
+        raise OSError(error.errno, f"{reason}; raise the limit on open files (ulimit -n), or close some") from error
     finally:
         for descriptor in opened:
             os.close(descriptor)

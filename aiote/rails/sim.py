@@ -66,13 +66,17 @@ class SimNetwork:
     def plug(self, names: tuple[str, ...] | None) -> list[SimRail]:
         """Open the NICs of one more engine: all, or the named ones. A name may be repeated. Raises UsageError."""
         if self.world.closed:
-            raise UsageError("the simulated network is closed")
+            raise UsageError("the simulated network is closed; use it within `with aiote.testing.Fabric(...)`")
         if self.world.virtual != self._is_virtual():
-            raise UsageError("the simulated network began in virtual time, or not, and this event loop does not fit")
+            raise UsageError(
+                "the simulated network and this event loop disagree about virtual time; use a new Fabric for each run"
+            )
         known = {nic.name: nic for nic in self.nics}
         wanted = tuple(known) if names is None else names
         if missing := [name for name in wanted if name not in known]:
-            raise UsageError(f"rails={list(wanted)}: {missing[0]!r} is not here; this network has {', '.join(known)}")
+            raise UsageError(
+                f"rails={list(wanted)}: {missing[0]!r} does not exist; this network has {', '.join(known)}"
+            )
         node = self.nodes
         self.nodes += 1
         return [SimRail(index, known[name], self.world, node) for index, name in enumerate(wanted)]

@@ -85,6 +85,8 @@ def choose_sockets(names: tuple[str, ...] | None, host: str) -> list[tuple[str, 
     """
     hosts = in_order(host, addresses())
     if not hosts:
-        raise UsageError("provider='socket': no interface of this machine has an IP address; is any of them up?")
+        raise UsageError(
+            "provider='socket': no interface of this machine has an IP address; bring one up, or use provider='local'"
+        )
     nodes = [nearest(host, list(hosts))] if names is None else [node_of(name, hosts, names) for name in names]
     return [(node, hosts[node]) for node in nodes]

@@ -37,8 +37,8 @@ class Callers:
         self._predicate: Callable[[aiote.Peer], bool] = self._is_first
         if allowed is None and engine.config.cluster_key is not None:
             raise aiote.UsageError(
-                f"{role}s: the engine has a cluster key, and who may call is not said: give the addresses of those "
-                f'engines, a predicate of a peer, or "first" for the first that calls, whoever of the cluster that is'
+                f"{role}s: the engine has a cluster key, so you must say which engines may call: give their addresses, "
+                f'a predicate of a peer, or "first" for the first engine of the cluster that calls'
             )
         if callable(allowed):
             self._predicate = allowed
@@ -46,7 +46,9 @@ class Callers:
             places = [allowed] if isinstance(allowed, aiote.Address | str) else allowed
             known = [aiote.Address.parse(one) if isinstance(one, str) else one for one in places]
             if not known or any(one.identity == bytes(16) for one in known):
-                raise aiote.UsageError(f"{role}: addresses with an identity expected, got {known}")
+                raise aiote.UsageError(
+                    f"{role}: expected addresses with an identity, such as str(engine.address), got {known}"
+                )
             identities = {one.identity for one in known}
             self._predicate = lambda peer: peer.address.identity in identities
 
@@ -59,4 +61,6 @@ class Callers:
         """Raise ForeignCallerError unless the engine that made the current call has the role."""
         peer = current_call().peer
         if not self._predicate(peer):
-            raise ForeignCallerError(f"{peer.address} is not the {self._role} here, who alone may call this")
+            raise ForeignCallerError(
+                f"{peer.address} is not the {self._role} of this engine, and only the {self._role} may call this"
+            )

@@ -79,7 +79,7 @@ class Caller:
             raise CallLostError(method, link.lost, "no")
         if scope.cancelled_caught:
             raise NotServedError(
-                method, f"{peer.address} answered nothing within connect_timeout; does it run aiote.service.serve?"
+                method, f"{peer.address} did not answer within connect_timeout; does it run aiote.service.serve?"
             )
         return link
 
@@ -133,7 +133,11 @@ class Caller:
                 await run_shielded(functools.partial(self._revoke, leases))
         small = [array for array in outs if array.nbytes < LEND_BYTES]
         if [(array.shape, array.dtype) for array in small] != [(array.shape, array.dtype) for array in filled]:
-            raise RemoteError(method.name, "ValueError", "it has filled other arrays than it was given")
+            raise RemoteError(
+                method.name,
+                "ValueError",
+                "the server returned arrays of other shapes or types than it was given to fill",
+            )
         for array, values in zip(small, filled, strict=True):
             array[...] = values
         return result
@@ -184,7 +188,7 @@ class Caller:
 
             async def proceed() -> None:
                 if begun:
-                    raise RuntimeError(f"{method.name}: an interceptor proceeds once")
+                    raise RuntimeError(f"{method.name}: an interceptor called proceed twice; call it once")
                 begun.append(IncomingStream(link, method))
                 await begin(begun[0], method, bound, wait=self.wait)
 
@@ -195,7 +199,10 @@ class Caller:
                     incoming.abandon()
                 raise
             if not begun:
-                raise RuntimeError(f"{method.name}: an interceptor has not proceeded, and a stream has no other items")
+                raise RuntimeError(
+                    f"{method.name}: an interceptor did not call proceed; it must, because the items of a "
+                    "stream come from the method"
+                )
             return begun[0]
 
         return Stream(start, functools.partial(self._may_repeat, method))
@@ -210,7 +217,9 @@ def _bind_arguments(method: Method, arguments: tuple[Any, ...], named: dict[str,
 
 def _checked_out(method: Method, name: str, array: object) -> NDArray[Any]:
     if not isinstance(array, numpy.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
-        raise aiote.UsageError(f"{method.name}: {name} must be a numpy array, contiguous and writable: it is filled")
+        raise aiote.UsageError(
+            f"{method.name}: {name} is filled by the method: expected a contiguous, writable numpy array"
+        )
     try:
         check_dtype(method.outs[name], array.dtype)
         describe_array(array)

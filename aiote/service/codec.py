@@ -46,8 +46,8 @@ def describe_array(array: NDArray[Any]) -> str:
     text = array.dtype.str
     if text not in DTYPES:
         raise UsageError(
-            f"an array of {array.dtype}: booleans, integers, floats and complex numbers in this machine's byte order "
-            "can travel"
+            f"an array of {array.dtype} cannot travel: expected booleans, integers, floats or complex numbers in this "
+            "machine's byte order"
         )
     return text
 
@@ -58,11 +58,11 @@ def array_of(text: object, shape: object) -> tuple[numpy.dtype[Any], tuple[int, 
     Raises ValueError for an invalid description.
     """
     if not isinstance(text, str) or not isinstance(shape, list | tuple):
-        raise ValueError("no array")
+        raise ValueError("expected an array's type and shape")
     if text not in DTYPES:
-        raise ValueError(f"no dtype that travels: {text[:20]!r}")
+        raise ValueError(f"dtype {text[:20]!r} cannot travel")
     if len(shape) > MAX_DIMENSIONS or not all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
-        raise ValueError("no shape of an array")
+        raise ValueError("the shape of an array is invalid")
     dtype = DTYPES[text]
     return dtype, tuple(shape), _extent(dtype, shape)
 
@@ -71,13 +71,13 @@ def _extent(dtype: numpy.dtype[Any], shape: Sequence[int]) -> int:
     """Return the size of an array in bytes. Raises ValueError from 2**48 bytes on."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= 1 << 48:
-        raise ValueError(f"an array of {nbytes} bytes")
+        raise ValueError(f"an array has {nbytes} bytes, expected fewer than 2**48")
     return nbytes
 
 
 def _encode_array(value: object) -> object:
     if not isinstance(value, numpy.ndarray):
-        raise NotImplementedError(f"{type(value).__name__} cannot travel: msgspec's types and numpy's arrays can")
+        raise NotImplementedError(f"{type(value).__name__} cannot travel: expected a type of msgspec or a numpy array")
     text = describe_array(value)
     if value.nbytes <= INLINE_BYTES or _arrays.gathered is None:
         return text, value.shape, value.tobytes()
@@ -88,18 +88,18 @@ def _encode_array(value: object) -> object:
 def _decode_array(kind: type, value: object) -> object:
     origin = get_origin(kind) or kind
     if origin is not numpy.ndarray or not isinstance(value, list) or len(value) != 3:
-        raise ValueError("an array is expected")
+        raise ValueError("expected an array")
     dtype, shape, nbytes = array_of(value[0], value[1])
     check_dtype(kind, dtype)
     where = value[2]
     if isinstance(where, bytes):
         if len(where) != nbytes:
-            raise ValueError(f"an array of {nbytes} bytes in {len(where)}")
+            raise ValueError(f"an array has {len(where)} bytes, its type and shape need {nbytes}")
         memory: bytes | memoryview = where
     elif type(where) is int and _arrays.take is not None:
         memory = _arrays.take(where, nbytes)
     else:
-        raise ValueError("an array is nowhere")
+        raise ValueError("the message does not say where the bytes of an array are")
     # Copy the bytes: the peer can still write to the lent memory, and numpy reads some values twice.
     return numpy.frombuffer(memory, dtype).reshape(shape).copy()
 
@@ -110,7 +110,7 @@ def check_dtype(kind: Any, dtype: numpy.dtype[Any]) -> None:
     wanted = get_args(arguments[1]) if len(arguments) == 2 else ()
     scalar = wanted[0] if wanted and isinstance(wanted[0], type) else numpy.generic
     if issubclass(scalar, numpy.generic) and not issubclass(dtype.type, scalar):
-        raise ValueError(f"an array of {scalar.__name__} is expected, got {dtype.name}")
+        raise ValueError(f"expected an array of {scalar.__name__}, got {dtype.name}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -80,13 +80,16 @@ class Method:
         self.attribute = attribute
         self.name = f"{service.name or service.__name__}/{service.version}.{attribute}"
         if len(self.name) > MAX_NAME:
-            raise UsageError(f"{self.name}: the name of a method has at most {MAX_NAME} characters")
+            raise UsageError(
+                f"{self.name}: expected a name of at most {MAX_NAME} characters for service, version and "
+                "method together"
+            )
         self.idempotent = mark.idempotent
         self.raises = {kind.__name__: kind for kind in mark.raises}
         try:
             hints = get_type_hints(function, include_extras=True)
         except NameError as error:
-            raise UsageError(f"{self.name}: {error}, in an annotation") from error
+            raise UsageError(f"{self.name}: an annotation cannot be resolved: {error}") from error
         self.arguments, self.outs = self._arguments(function, hints)
         result = self._hint(hints, "return", "its result")
         self.stream = get_origin(result) in STREAMS
@@ -95,7 +98,9 @@ class Method:
         # Small filled arrays follow the result in the End frame.
         kind = tuple[result, list[numpy.ndarray[Any, Any]]] if self.outs else result  # type: ignore[valid-type]
         if self.stream and self.outs:
-            raise UsageError(f"{self.name}: a stream fills no arrays of its caller's; yield them")
+            raise UsageError(
+                f"{self.name}: a stream cannot fill arrays of its caller: yield arrays instead of an Out parameter"
+            )
         try:
             self.read_arguments = decoder(self.arguments)
             self.read_result = decoder(kind)
@@ -104,7 +109,7 @@ class Method:
 
     def _hint(self, hints: dict[str, Any], name: str, what: str) -> Any:
         if name not in hints:
-            raise UsageError(f"{self.name}: {what} has no annotation, which says what may arrive")
+            raise UsageError(f"{self.name}: {what} has no annotation; add one, because messages are checked against it")
         return hints[name]
 
     def _arguments(
@@ -116,7 +121,10 @@ class Method:
         for parameter in list(inspect.signature(function).parameters.values())[1:]:
             name = parameter.name
             if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-                raise UsageError(f"{self.name}: {parameter} is not an ordinary parameter, which may be given by name")
+                raise UsageError(
+                    f"{self.name}: {parameter} is positional-only, keyword-only or variadic: expected an "
+                    "ordinary parameter"
+                )
             hint = self._hint(hints, name, f"parameter {name}")
             if get_origin(hint) is Annotated and _OUT in get_args(hint):
                 outs[name] = get_args(hint)[0]
@@ -145,7 +153,7 @@ def methods_of(service: type[Service]) -> tuple[Method, ...]:
     if service in _known:
         return _known[service]
     if not isinstance(service, type) or not issubclass(service, Service):
-        raise UsageError(f"a subclass of aiote.service.Service is expected, got {service!r}")
+        raise UsageError(f"expected a subclass of aiote.service.Service, got {service!r}")
     found = []
     for attribute in dir(service):
         function = inspect.getattr_static(service, attribute)
@@ -153,6 +161,6 @@ def methods_of(service: type[Service]) -> tuple[Method, ...]:
         if mark is not None:
             found.append(Method(service, attribute, function, mark))
     if not found:
-        raise UsageError(f"{service.__name__} has no method that is marked by aiote.service.method")
+        raise UsageError(f"{service.__name__} has no remote method: mark its methods with @aiote.service.method")
     _known[service] = tuple(found)
     return _known[service]

@@ -130,17 +130,20 @@ class CallEndpoint:
         ClosedError for a closed engine.
         """
         if not isinstance(engine, aiote.Engine):
-            raise aiote.UsageError(f"an Engine is expected, got {type(engine).__name__}")
+            raise aiote.UsageError(f"expected an Engine, got {type(engine).__name__}")
         if engine.closed:
             raise aiote.ClosedError("the engine is closed")
         found = cls._known.get(engine)
         if found is None:
             least = engine.config.message_bytes
             if least < LEAST_MESSAGE:
-                raise aiote.UsageError(f"calls need message_bytes of at least {LEAST_MESSAGE}, the engine has {least}")
+                raise aiote.UsageError(f"message_bytes={least} of the engine: services need at least {LEAST_MESSAGE}")
             found = cls._known[engine] = cls(engine, limits or Limits())
         elif limits is not None and limits != found.limits:
-            raise aiote.UsageError("the limits of calls on this engine were set before, to others")
+            raise aiote.UsageError(
+                "this engine has other limits of calls already: give the same Limits to all services and "
+                "clients of an engine"
+            )
         return found
 
     def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
@@ -162,7 +165,10 @@ class CallEndpoint:
         """Let a server answer the calls of its methods. Raises UsageError if one of them is served already."""
         served = sorted(name for name in server.methods if name in self._served and name not in SHARED)
         if served:
-            raise aiote.UsageError(f"{', '.join(served)}: the engine serves this already")
+            raise aiote.UsageError(
+                f"{', '.join(served)}: this engine serves these methods already; give the service another "
+                "name or version"
+            )
         self.servers.append(server)
         self._find_servers()
 
@@ -178,7 +184,8 @@ class CallEndpoint:
         """Raise UsageError if a message of `nbytes` bytes, not counting its arrays, is too long."""
         if nbytes > self.limits.message_bytes:
             raise aiote.UsageError(
-                f"a message of {nbytes} bytes, arrays not counted; at most {self.limits.message_bytes} are expected"
+                f"a value of {nbytes} bytes without its arrays: expected at most {self.limits.message_bytes} "
+                "(Limits.message_bytes); put large data in arrays"
             )
 
     # Messages.
@@ -322,9 +329,9 @@ class CallEndpoint:
             link.park(frame)
             return
         if frame.slot >= self.limits.slots or frame.slot in link.running or frame.slot in link.unsent.ends:
-            raise ValueError(f"a call in slot {frame.slot}, which it may not use now")
+            raise ValueError(f"a call in slot {frame.slot}, which is in use or out of range")
         if frame.generation <= link.arrived.get(frame.slot, 0):
-            raise ValueError(f"call {frame.generation} in slot {frame.slot} once more")
+            raise ValueError(f"call {frame.generation} in slot {frame.slot} was sent before")
         link.arrived[frame.slot] = frame.generation
         link.hold_pieces(frame.pieces)
         if link.early.pop(frame.slot, 0) == frame.generation:
@@ -347,7 +354,7 @@ class CallEndpoint:
         running = link.running.get(frame.slot)
         if running is None or frame.generation > running.generation:
             if frame.slot >= self.limits.slots:
-                raise ValueError(f"slot {frame.slot}")
+                raise ValueError(f"a cancellation in slot {frame.slot}, which is out of range")
             if frame.generation > link.arrived.get(frame.slot, 0):
                 link.early[frame.slot] = frame.generation
         elif running.generation == frame.generation:

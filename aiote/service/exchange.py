@@ -92,7 +92,7 @@ class PendingCall(UnderWay):
 
     def items(self, frame: Items) -> None:
         """Refuse items, because this call is not a stream. Raises ValueError."""
-        raise ValueError("items of a call that is no stream")
+        raise ValueError("items for a call that is not a stream")
 
 
 async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) -> None:
@@ -104,11 +104,12 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     """
     link, context = pending.link, call_context.get()
     if len(context) > CONTEXT_BYTES:
-        raise aiote.UsageError(
-            f"call_context has {len(context)} characters, {CONTEXT_BYTES} at most travel with a call"
-        )
+        raise aiote.UsageError(f"call_context has {len(context)} characters: expected at most {CONTEXT_BYTES}")
     if not (link.has_slot or wait):
-        raise BusyError(method.name, f"{len(link.calls)} calls of this engine are under way there, as many as it takes")
+        raise BusyError(
+            method.name,
+            f"{len(link.calls)} calls of this engine are under way there, and the server accepts no more at once",
+        )
     slot = await link.take_slot(pending)
     if slot < 0:
         raise CallLostError(method.name, link.lost, "no")
@@ -154,7 +155,9 @@ def result_of(pending: PendingCall, method: Method) -> Any:
     except ValueError as error:
         if end.status != CallStatus.DONE:
             raise
-        raise RemoteError(method.name, "ValidationError", f"of its result: {error}") from error
+        raise RemoteError(
+            method.name, "ValidationError", f"the result is not of the annotated type: {error}"
+        ) from error
     finally:
         link.free_pieces(end.pieces)
 
@@ -165,7 +168,11 @@ def failure(method: Method, end: End, *, timed: bool) -> Exception:
         kind, reason = REFUSALS[end.status]
         return kind(method.name, end.body.decode(errors="replace") or reason)
     if end.status == CallStatus.CANCELLED:
-        return TimeoutError(f"{method.name}: its time is up") if timed else RemoteError(method.name, "Cancelled", "")
+        return (
+            TimeoutError(f"{method.name}: the deadline passed before the method had ended")
+            if timed
+            else RemoteError(method.name, "Cancelled", "")
+        )
     if end.status == CallStatus.STOPPED:
         return CallLostError(method.name, "its server was stopped", "perhaps")
     try:

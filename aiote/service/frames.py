@@ -190,4 +190,4 @@ def unpack(data: bytes) -> list[Frame]:
     try:
         return _decoder.decode(memoryview(data)[1:])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"no frames: {error}") from error
+        raise ValueError(f"not frames of calls: {error}") from error

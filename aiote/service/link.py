@@ -148,9 +148,11 @@ class Link:
     def receive_hello(self, hello: HelloFrame) -> None:
         """Take the peer's HelloFrame; answer it if it asks. Raises ValueError if its version or limits do not fit."""
         if hello.version != VERSION:
-            raise ValueError(f"it speaks version {hello.version} of the protocol of calls, this side version {VERSION}")
+            raise ValueError(f"it speaks version {hello.version} of the protocol of calls, expected version {VERSION}")
         if hello.message_bytes < LEAST_MESSAGE or not 1 <= hello.slots <= 1 << 16:
-            raise ValueError(f"it takes messages of {hello.message_bytes} bytes and {hello.slots} calls")
+            raise ValueError(
+                f"it announces impossible limits: {hello.message_bytes} message_bytes, {hello.slots} slots"
+            )
         if self.hello is None:
             self.hello = hello
             # The engine knows the peer's real limit, so the first longer message disconnects a peer that claims more.
@@ -212,13 +214,13 @@ class Link:
         caller = self.calls.get(frame.slot)
         # A call that has a slot but was not sent yet (slot -1) cannot have items or an end.
         if caller is None or caller.generation != frame.generation or caller.slot < 0:
-            raise ValueError(f"{type(frame).__name__} of a call that there is not, in slot {frame.slot}")
+            raise ValueError(f"{type(frame).__name__} for slot {frame.slot}, in which no call is under way")
         return caller
 
     def on_ask(self, frame: Ask) -> None:
         """Lend memory, or tell the peer why not. Raises ValueError if the peer asks again before the last answer."""
         if self._asking:
-            raise ValueError("it asks for memory while it is given some")
+            raise ValueError("it asks for memory before its last request was answered")
         self._asking = True
         self.endpoint.spawn(self._lend_memory, frame.nbytes, name="aiote service: lend memory")
 
@@ -258,7 +260,7 @@ class Link:
         if pieces:
             self._held_bytes += sum([piece[2] for piece in pieces])
             if self._held_bytes > self.lent.nbytes:
-                raise ValueError("more is placed in lent memory than there is of it")
+                raise ValueError("pieces in lent memory overlap: they have more bytes than it")
 
     def release(self, pieces: list[Piece]) -> None:
         """Record that these pieces were read."""
@@ -292,7 +294,7 @@ class Link:
         """
         room = self.room - fixed
         if len(arrays) >= MAX_PIECES or PIECE_BYTES * (len(arrays) + 1) > room:
-            raise aiote.UsageError(f"{len(arrays)} large arrays in one value: put them together")
+            raise aiote.UsageError(f"{len(arrays)} large arrays in one value are too many: concatenate some of them")
         pieces: list[Piece] = []
         try:
             for array in arrays:
@@ -366,12 +368,12 @@ class Link:
         def take(number: int, nbytes: int) -> memoryview:
             piece = unread.pop(number, None)
             if piece is None or piece[2] != nbytes:
-                raise ValueError(f"an array of {nbytes} bytes is not piece {number}")
+                raise ValueError(f"piece {number} is missing, or is not the array of {nbytes} bytes")
             return self.lent.view(piece)
 
         if frame.outside:
             if not unread:
-                raise ValueError("a body is nowhere")
+                raise ValueError("the message does not say where its body is")
             _, piece = unread.popitem()
             self.endpoint.check_message(piece[2])
             # Copy the body, because the peer can still write to the lent memory while it is decoded.
@@ -379,7 +381,7 @@ class Link:
         if len(body) > UNCOUNTED_BYTES:
             nbytes = unfolded_bytes(body)
             if nbytes > UNFOLDING * self.endpoint.limits.message_bytes:
-                raise ValueError(f"values that take about {nbytes} bytes as objects; put them in arrays")
+                raise ValueError(f"values would take about {nbytes} bytes as objects; put them in arrays")
             if charge is not None:
                 charge(nbytes)
         return body, take
@@ -389,11 +391,11 @@ class Link:
     def park(self, frame: CallFrame) -> None:
         """Keep a call that has overtaken the HelloFrame. Raises ValueError if there are too many or too large ones."""
         if len(self.parked) >= self.endpoint.limits.slots:
-            raise ValueError("more calls than there are slots, and no greeting")
+            raise ValueError("more calls than slots arrived before the handshake")
         try:
             self.endpoint.budget.wait(self.share, kept_bytes(frame))
         except BlockingIOError as error:
-            raise ValueError(f"calls without a greeting: {error}") from error
+            raise ValueError(f"calls arrived before the handshake: {error}") from error
         self.parked.append(frame)
 
     def unpark(self) -> list[CallFrame]:
@@ -414,7 +416,7 @@ class Link:
         try:
             self.unsent.put(frame, nbytes)
         except BlockingIOError as error:
-            self.peer.disconnect(f"it does not take the answers to its calls: {error}"[:200])
+            self.peer.disconnect(f"it does not read the answers to its calls: {error}"[:200])
             return
         if ((now and not self.endpoint.reading) or len(self.unsent) >= BATCH_FRAMES) and not self._waiting:
             self.flush()
@@ -424,7 +426,7 @@ class Link:
         # Count the slots that this engine grants the peer, and this engine's calls in flight to the peer. The number of
         # slots that the peer announces does not raise the bound.
         if len(self.unsent) > MAX_UNSENT * (self.endpoint.limits.slots + len(self.calls) + 64):
-            self.peer.disconnect("it does not take the answers to its calls")
+            self.peer.disconnect("it does not read the answers to its calls")
 
     def flush(self) -> None:
         """Send the unsent frames."""

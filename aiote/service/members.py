@@ -88,7 +88,9 @@ class Chooser:
             if wanted:
                 return min(wanted, key=_calls)
             if not self._connecting:
-                raise self._failure or NotServedError(method, "there are no members")
+                raise self._failure or NotServedError(
+                    method, "no server is known; has one joined the registry in this role, and is it not draining?"
+                )
             with anyio.move_on_after(LOOK_S):
                 await self._changed.wait()
 

@@ -132,9 +132,13 @@ class Budget:
         """
         most = self.peer if most is None else most
         if share.waiting + nbytes > most:
-            raise BlockingIOError(f"{share.waiting} bytes wait for this peer, and {nbytes} more, of {most} that may")
+            raise BlockingIOError(
+                f"{share.waiting} bytes wait for this peer; {nbytes} more would exceed its limit of {most} (peer_bytes)"
+            )
         if share.refused:
-            raise BlockingIOError(f"this peer was refused, and {share.waiting} bytes of it are not given back yet")
+            raise BlockingIOError(
+                f"this peer was refused because it held too much; {share.waiting} bytes are still to be freed"
+            )
         while self.waiting - self._returning + nbytes > self.total:
             self._refuse_greediest(share.waiting + nbytes)
         share.waiting += nbytes
@@ -144,7 +148,7 @@ class Budget:
         """Refuse the identity with the largest share. Raises BlockingIOError unless it has more than `least` bytes."""
         greediest = max((one for one in self._shares.values() if not one.refused), key=lambda one: one.waiting)
         if greediest.waiting <= least or greediest.refuse is None:
-            raise BlockingIOError(f"{self.waiting} bytes wait for peers, at most {self.total} may (total_bytes)")
+            raise BlockingIOError(f"{self.waiting} bytes wait for peers; the limit is {self.total} (total_bytes)")
         greediest.refused = True
         self._returning += greediest.waiting
         greediest.refuse()
@@ -169,7 +173,7 @@ class Budget:
             size = least
         if held + size > self.peer or segments >= MAX_SEGMENTS:
             raise BlockingIOError(
-                f"no room for {nbytes} bytes of arrays: one peer has at most {self.peer} under way (peer_bytes)"
+                f"no room for {nbytes} bytes of arrays: one peer may have {self.peer} under way (peer_bytes)"
             )
         if self.used + size > self.total:
             raise BlockingIOError(
@@ -184,7 +188,9 @@ class Budget:
         The objects of the peer's other messages have `held` bytes already.
         """
         if held + nbytes > self.peer or self.used + nbytes > self.total:
-            raise BlockingIOError(f"no room for values of about {nbytes} bytes as objects (peer_bytes, total_bytes)")
+            raise BlockingIOError(
+                f"no room for values of about {nbytes} bytes as Python objects (limits peer_bytes, total_bytes)"
+            )
         self.used += nbytes
 
 
@@ -260,7 +266,7 @@ class Lent:
         """Return the bytes of a piece, read-only. Raises ValueError if the piece is not in a lent segment."""
         number, offset, nbytes = piece
         if number not in self._segments:
-            raise ValueError(f"there is no lent memory {number}")
+            raise ValueError(f"memory {number} was not lent to it")
         memory = self._segments[number][0]
         if offset + nbytes > len(memory):
             raise ValueError(f"bytes {offset} to {offset + nbytes} leave the {len(memory)} of lent memory {number}")
@@ -365,13 +371,13 @@ class Borrowed:
     def granted(self, number: int, nbytes: int, descriptor: bytes, reason: str) -> None:
         """Take the answer to an Ask. Raises ValueError if there was no Ask, or if the memory does not fit it."""
         if not self._asked or self._refused:
-            raise ValueError("memory is lent that nobody has asked for")
+            raise ValueError("it lends memory without a request")
         if not descriptor:
-            self._refused = reason or "it lends no memory"
+            self._refused = reason or "it lends no memory and gives no reason"
         else:
             remote = self._engine.attach(descriptor, owner=self._owner, access="write", nbytes=nbytes)
             if number in self.segments or remote.nbytes != nbytes or nbytes < self._asked:
-                raise ValueError("the memory that is lent is not what was asked for")
+                raise ValueError("it lends other memory than was requested")
             self.segments[number] = (Allocator(nbytes), remote)
             self._asked = 0
         self._wake()

@@ -46,7 +46,9 @@ def current_call() -> CallInfo:
     """Return the call that the current task runs: the method and its caller. Raises UsageError outside of a method."""
     running = _current.get(None)
     if running is None:
-        raise aiote.UsageError("current_call: this is no method that another engine has called")
+        raise aiote.UsageError(
+            "current_call: no remote call runs here; use it within a service's method that another engine has called"
+        )
     return running.info
 
 
@@ -149,7 +151,7 @@ class Running:
         except anyio.get_cancelled_exc_class():
             # `_record_end` sends the End of a call that `stop` cancelled. A method that cancels itself has failed.
             if self._status_if_cancelled is None:
-                self._end(CallStatus.FAILED, self._described(RuntimeError("it was cancelled")))
+                self._end(CallStatus.FAILED, self._described(RuntimeError("the method cancelled itself")))
         except _Invalid as error:
             self._end(CallStatus.INVALID, Parcel(str(error).encode()[:500], [], False))
         except _NoRoom as error:
@@ -182,12 +184,12 @@ class Running:
         async def proceed() -> Any:
             # An interceptor does not get the result itself: the result is already encoded or written to the caller.
             if self._parcels:
-                raise RuntimeError("an interceptor proceeds once")
+                raise RuntimeError("an interceptor called proceed twice; call it once")
             self._parcels.append(await self._proceed())
 
         await run_interceptors(interceptors, self.info, proceed)
         if not self._parcels:
-            raise RuntimeError("an interceptor has answered without the method")
+            raise RuntimeError("an interceptor did not call proceed; call it, or raise an error")
         return self._parcels[0]
 
     async def _proceed(self) -> Parcel:
@@ -242,7 +244,7 @@ class Running:
             self._server.start_waiting()
         if scope.cancelled_caught:
             self.link.peer.disconnect(f"it took no results for {RESULT_S:.0f} s")
-        raise RuntimeError("the result could not be brought to the caller")
+        raise RuntimeError("the result could not be written to the caller in time")
 
     # The caller's arrays.
 
@@ -301,7 +303,9 @@ class _Filled:
         """Return the array for the method. Raises _Invalid if it should be lent and is not, _NoRoom without memory."""
         if self.remote is None:
             if self._nbytes >= LEND_BYTES:
-                raise _Invalid(f"an array of {self._nbytes} bytes is to be filled, and not lent")
+                raise _Invalid(
+                    f"the array of {self._nbytes} bytes to be filled was not lent; a caller lends an array of this size"
+                )
             self.array = numpy.zeros(self._shape, self._dtype)
         else:
             try:
@@ -385,7 +389,7 @@ class _Outgoing:
     def credit(self, taken: int) -> None:
         """Record that the reader has taken the first `taken` items. Raises ValueError if fewer were sent."""
         if taken > self.sent:
-            raise ValueError(f"{taken} items of a stream are taken, of {self.sent}")
+            raise ValueError(f"it claims to have read {taken} items of a stream, but {self.sent} were sent")
         while self._taken < taken:
             self._taken += 1
             self._unread_bytes -= self._sizes.popleft()

@@ -73,9 +73,12 @@ class IncomingStream(UnderWay):
         # An abandoned stream has no reader, so count arrived items as taken. The server receives the Cancel soon.
         most = (self.arrived if self.abandoned else self._taken) + limits.stream_items
         if not frame.bodies or frame.first < self._received or last > most or frame.first in self._frames:
-            raise ValueError(f"items {frame.first} to {last} of a stream that was read up to {self._taken}")
+            raise ValueError(
+                f"items {frame.first} to {last} are out of order or beyond the limit: the stream was read "
+                f"up to item {self._taken}"
+            )
         if frame.pieces and len(frame.bodies) > 1:
-            raise ValueError("an item with pieces that does not come alone")
+            raise ValueError("an item with arrays must be alone in its frame")
         self.arrived += len(frame.bodies)
         if not self.abandoned:
             self._keep(frame, limits.stream_bytes)
@@ -88,14 +91,16 @@ class IncomingStream(UnderWay):
         self._largest = max(self._largest, *sizes)
         # While below the limit, the server sends one more item of any size. So the largest item does not count.
         if self._unread - self._largest > limit:
-            raise ValueError(f"{self._unread} bytes of a stream that nobody has read yet")
+            raise ValueError(f"the server sent {self._unread} unread bytes of a stream, over the limit of stream_bytes")
         kept: list[Any] = []
         for body, size in zip(frame.bodies, sizes, strict=True):
             before = self._unfolded
             try:
                 item = self.link.read_value(self._method.read_result, frame, body, self._charge)
             except ValueError as error:
-                item = RemoteError(self._method.name, "ValidationError", f"of an item: {error}")
+                item = RemoteError(
+                    self._method.name, "ValidationError", f"an item is not of the annotated type: {error}"
+                )
             kept.append((item, size, self._unfolded - before))
         self._frames[frame.first] = kept
         while (found := self._frames.pop(self._received, None)) is not None:
@@ -106,7 +111,9 @@ class IncomingStream(UnderWay):
     def _charge(self, nbytes: int) -> None:
         """Count the objects of an item until it is read. Raises ValueError if the unread items have too many."""
         if self._unfolded + nbytes > UNFOLDING * self.link.endpoint.limits.message_bytes:
-            raise ValueError(f"items that nobody has read yet take about {self._unfolded + nbytes} bytes as objects")
+            raise ValueError(
+                f"unread items would take about {self._unfolded + nbytes} bytes as Python objects, over the limit"
+            )
         self._unfolded += nbytes
 
     def _wake(self) -> None:
@@ -205,7 +212,7 @@ class Stream(AsyncIterator[Any]):
         if self._over:
             raise StopAsyncIteration
         if self._reading:
-            raise UsageError("a stream has one reader at a time")
+            raise UsageError("the stream is being read already: await one item at a time, from one task")
         self._reading = True
         try:
             return await (self._first() if self._incoming is None else self._incoming.next())
@@ -238,7 +245,7 @@ class Stream(AsyncIterator[Any]):
         cancels it. Raises CallError if the call did not run. Cancelling the wait sends nothing.
         """
         if self._over or self._reading or self._incoming is not None:
-            raise UsageError("a stream has one reader, who begins it")
+            raise UsageError("listen: the stream was begun already; call it on a new stream")
         self._reading = self._listened = True
         incoming = self._incoming = await self._start([])
         if self._over:

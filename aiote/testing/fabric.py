@@ -100,7 +100,10 @@ class Fabric:
         """Describe the network; it is made when the first engine is opened. Raises UsageError."""
         models = [model] * (rails or 1) if isinstance(model, NicModel) else list(model)
         if not 1 <= len(models) <= MAX_RAILS or rails not in (None, len(models)):
-            raise UsageError(f"rails={rails!r} with {len(models)} models: from 1 to {MAX_RAILS} rails, a model each")
+            raise UsageError(
+                f"rails={rails!r} with {len(models)} models: expected 1 to {MAX_RAILS} rails, and one "
+                "model or one for each"
+            )
         self.seed = seed
         self.network = SimNetwork(
             seed, [each.nic(i) for i, each in enumerate(models)], lambda: running_virtual_loop() is not None, remembered
@@ -218,7 +221,7 @@ class Fabric:
     def _hold(self, engine: aiote.Engine, *, held: bool) -> None:
         loop = running_virtual_loop()
         if loop is None:
-            raise UsageError("connections are held up in virtual time alone: use aiote.testing.run")
+            raise UsageError("connections can be delayed in virtual time only: use aiote.testing.run")
         loop.ports.hold(engine.address.port, held)
         for stream in engine._links.control_streams():
             near = stream.extra(SocketAttribute.raw_socket).transport  # type: ignore[attr-defined]

@@ -55,13 +55,13 @@ class NicModel:
         """Check the numbers. Raises UsageError."""
         times = (self.gbps, self.latency_us, self.answer_us, self.jitter_us, self.operation_us, self.overlap)
         if min(times) < 0 or self.forgets_us < 0 or not 0 <= self.refusals < 1:
-            raise UsageError("a NIC's times and its bandwidth are not negative, refusals are from 0 to below 1")
+            raise UsageError("NicModel: expected times and a bandwidth from 0 on, and refusals from 0 to below 1")
         if not 1 <= self.pieces <= MAX_PIECES or self.queue < 1 or self.events < 1:
-            raise UsageError(f"a NIC's queue and events are at least 1, its pieces from 1 to {MAX_PIECES}")
+            raise UsageError(f"NicModel: expected a queue and events of at least 1, and pieces from 1 to {MAX_PIECES}")
         if not 0 <= self.packet_bytes < 1 << 32:
-            raise UsageError(f"packet_bytes is from 0 to {(1 << 32) - 1}, not {self.packet_bytes}")
+            raise UsageError(f"packet_bytes={self.packet_bytes}: expected 0 to {(1 << 32) - 1}")
         if not 1 <= self.max_sge <= MAX_SGE:
-            raise UsageError(f"an operation has from 1 to {MAX_SGE} SGEs, not {self.max_sge}")
+            raise UsageError(f"max_sge={self.max_sge}: expected 1 to {MAX_SGE}")
 
     def nic(self, index: int) -> SimNic:
         """Return the description of NIC `index` of a host for the simulated network."""

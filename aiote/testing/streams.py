@@ -305,7 +305,8 @@ class Ports:
         listener = self._find(host, port)
         if listener is None:
             raise ConnectionRefusedError(
-                errno.ECONNREFUSED, f"nobody on this event loop listens at {host} port {port}, and time is virtual"
+                errno.ECONNREFUSED,
+                f"no server on this event loop listens at {host} port {port}; in virtual time no other can be reached",
             )
         while listener.partitioned:  # noqa: ASYNC110 - a SYN that nobody answers is sent again
             await asyncio.sleep(RETRY_S)

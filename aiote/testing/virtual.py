@@ -103,11 +103,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             due.append(max(self._now + 1, math.ceil(self._now + timeout * SECOND)))
         if not due:
             raise StandstillError(
-                "virtual time stands still: every task waits, no timer is set and nothing is under way"
+                "virtual time stands still: every task waits, and no timer or operation is left that could wake one"
             )
         if min(due) > self._limit * SECOND:
             limit, self._limit = self._limit, math.inf
-            raise TimeoutError(f"not over after {limit} s of virtual time")
+            raise TimeoutError(f"the program did not end within {limit} s of virtual time (limit)")
         self._now = max(self._now, min(due))
         for world in self._worlds:
             if not world.closed:
@@ -146,7 +146,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if host is None:
             return await super().create_connection(protocol_factory, host, port, **more)
         if more.get("ssl"):
-            raise NotImplementedError("TLS of asyncio's own over connections in memory")
+            raise NotImplementedError(
+                "asyncio's own TLS is not supported over connections in memory; the engines' TLS is"
+            )
         return await self.ports.connect(protocol_factory, str(host), int(port))
 
     async def create_server(  # type: ignore[override]
@@ -154,7 +156,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> MemoryServer:
         """Listen in memory. Raises NotImplementedError for TLS and for a given socket."""
         if more.get("ssl") or more.get("sock"):
-            raise NotImplementedError("a server in memory takes neither TLS nor a socket")
+            raise NotImplementedError("a server in memory accepts neither ssl nor sock")
         return self.ports.serve(protocol_factory, str(host or "127.0.0.1"), int(port or 0))
 
     async def sock_accept(self, sock: socket.socket) -> tuple[Any, Any]:

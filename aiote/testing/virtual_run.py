@@ -34,7 +34,7 @@ def run(
     an event that cannot come. Python's own random numbers are seeded during the run.
     """
     if not inspect.iscoroutine(main) and not callable(main):
-        raise UsageError(f"run: a coroutine, or a function that returns one, is expected, got {type(main).__name__}")
+        raise UsageError(f"run: expected a coroutine, or a function that returns one, got {type(main).__name__}")
 
     async def body() -> T:
         with Fabric(seed, **fabric) as network:

@@ -28,13 +28,14 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
     """Wait until every member has called its barrier as often as this engine has; see `Engine.barrier`."""
     counters.runtime.require_open()
     if not isinstance(group, PeerGroup) or group.runtime is not counters.runtime:
-        raise UsageError("barrier: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+        raise UsageError("barrier: expected a PeerGroup of this engine; make one with await engine.peer_group([...])")
     value = check_immediate(imm)
     round_number = group.rounds.get(value, 0)
     if round_number == BROKEN:
         raise UsageError(
-            f"barrier: one on immediate {value:#x} is under way, was interrupted or failed, so the members' rounds may "
-            "differ; have every member make its group again, and use another immediate"
+            f"barrier: an earlier barrier on immediate {value:#x} has not ended, or ended with an "
+            "error, so members may "
+            "be in different rounds; let every member make its group again with peer_group, and use another immediate"
         )
     if not len(group):
         return

@@ -75,7 +75,10 @@ class ImmediateBlock:
         if the block is closed.
         """
         if self._range is None:
-            raise UsageError("allow: whoever writes with these immediates is counted; reserve them with sources=()")
+            raise UsageError(
+                "allow: this block counts the writes of every engine; reserve it with sources=() to "
+                "name the engines that count"
+            )
         if self._closed:
             raise ClosedError("the block of immediates is closed")
         self._grants.allow(self._range, source)
@@ -124,7 +127,9 @@ class ImmediateGrants:
     def block(self, count: int, sources: Iterable[Peer | Address | str] | None = None) -> ImmediateBlock:
         """Reserve immediates; see `Engine.reserve_immediates`."""
         if not isinstance(count, int) or not 1 <= count <= LONGEST:
-            raise UsageError(f"reserve_immediates({count!r}): expected how many, an integer from 1 to 2**16")
+            raise UsageError(
+                f"reserve_immediates({count!r}): expected the number of immediates, an integer from 1 to 2**16"
+            )
         self._take_back()
         if self._held + count > MOST:
             raise UsageError(
@@ -171,7 +176,9 @@ class ImmediateGrants:
                 self._next = first + count
                 return first
             passed, first = passed + after - first, after
-        raise UsageError(f"counter: no {count} immediates in a row are free; close counters that are not needed")
+        raise UsageError(
+            f"counter: {count} consecutive immediates are not free; close counters and blocks that you no longer need"
+        )
 
     def _after_owner(self, first: int, count: int) -> int:
         """Return `first` if `count` values from there on are free, otherwise the value to continue the search from."""

@@ -180,7 +180,7 @@ class Inbox:
     def _too_long(self, error: ValueError) -> UsageError:
         # The wake-up for this message was used up; another receiver may have room for it.
         self.wake_receivers()
-        return UsageError(f"recv_into: {error}; the message stays")
+        return UsageError(f"recv_into: {error}; the message stays, so call again with a buffer that is long enough")
 
     def _take_kept(self, kept: deque[Message], buffer: memoryview | None) -> tuple[Peer, Any]:
         message = kept[0]
@@ -223,7 +223,10 @@ class Inbox:
         for a second one.
         """
         if self._listener is not None:
-            raise UsageError("the messages of this engine have a listener already")
+            raise UsageError(
+                "listen_messages: this engine has a listener already; call the function that "
+                "listen_messages returned to stop it"
+            )
 
         stopped = False
 

@@ -75,14 +75,17 @@ class Lease:
         `descriptors`.
         """
         if len(self._parts) != 1:
-            raise UsageError(f"the lease is of {len(self._parts)} slices: take its descriptors, one of each")
+            raise UsageError(
+                f"the lease has {len(self._parts)} slices and no single descriptor: use "
+                "lease.descriptors, one for each slice"
+            )
         return self.descriptors[0]
 
     @property
     def descriptors(self) -> tuple[bytes, ...]:
         """The descriptor of each slice, in the order of the slices. Raises ClosedError once the lease was revoked."""
         if self.revoked:
-            raise ClosedError("the lease was revoked")
+            raise ClosedError("the lease was revoked, so its descriptors are void: make another lease")
         # Descriptors do not change while the lease lasts, and the decoder of a KV cache sends them with every request.
         self._described = self._described or tuple(self._describe(region, memory) for region, memory in self._parts)
         return self._described

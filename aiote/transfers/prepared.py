@@ -117,7 +117,9 @@ class Prepared:
             lease = remote.lease
             flight = peer.lease_flight(lease) if lease else None
             if lease and flight is None:
-                raise LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which target {position} is of")
+                raise LeaseRevokedError(
+                    peer.name, f"it has revoked lease {lease} of target {position}; ask it for a new descriptor"
+                )
             try:
                 self._targets.add(
                     link,
@@ -160,8 +162,8 @@ class Prepared:
         transfer = run.start(PreparedTransfer, self.group, imm, admitted=True, order=order)
         if transfer is None:
             raise UsageError(
-                f"{describe_run(run)}: the memory of a target was registered with fewer rails than its owner has "
-                "connected since; prepare it anew"
+                f"{describe_run(run)}: the owner of a target has connected more rails than its memory was "
+                "prepared for; prepare the targets again"
             )
         return transfer
 
@@ -222,7 +224,7 @@ class PreparedScatter(Prepared):
         for the flag: it can be cancelled, and it ends with its peers and the engine. Raises as `submit`.
         """
         if not 0 <= value < 1 << 32:
-            raise UsageError(f"value={value!r}: expected from 0 to 2**32 - 1")
+            raise UsageError(f"value={value!r}: expected an integer from 0 to 2**32 - 1")
         number, numbers = one_or_each(imm)
         try:
             run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty, numbers)
@@ -303,7 +305,7 @@ class PreparedPages(Prepared):
         near, far = (page if stride is None else as_integer("stride", stride) for stride in strides)
         if not 0 < page < 1 << 62 or not 0 <= min(near, far) <= max(near, far) < 1 << 62:
             raise UsageError(
-                f"page_bytes={page}, strides {near} and {far}: positive and not negative ones are expected"
+                f"page_bytes={page}, strides {near} and {far}: expected a positive page_bytes, and strides from 0 on"
             )
         return cls(runtime, group, targets, page, (near, far))
 

@@ -51,15 +51,13 @@ ACCESS: dict[Access, int] = {"read-write": MAY_ALL, "read": MAY_READ, "write": M
 def _bounds(item: object, length: int, kind: str) -> tuple[int, int]:
     """Return the bounds of a slice of bytes. A slice that leaves the region is an error and is never clipped."""
     if not isinstance(item, slice):
-        raise UsageError(f"{kind}[{item!r}]: a slice of bytes is expected, like {kind}[0:4096]")
+        raise UsageError(f"{kind}[{item!r}]: expected a slice of bytes, like {kind}[0:4096]")
     if item.step not in (None, 1):
         raise UsageError(f"{kind}: a slice has no step, got {item.step}; for strided access use Pages")
     start = 0 if item.start is None else as_integer(f"{kind}: the start of a slice", item.start)
     stop = length if item.stop is None else as_integer(f"{kind}: the end of a slice", item.stop)
     if not 0 <= start <= stop <= length:
-        raise UsageError(
-            f"{kind}[{start}:{stop}] leaves its {length} bytes: 0 <= start <= stop <= {length} is expected"
-        )
+        raise UsageError(f"{kind}[{start}:{stop}] leaves its {length} bytes: expected 0 <= start <= stop <= {length}")
     return start, stop
 
 
@@ -75,14 +73,16 @@ def _check_owner(remote: RemoteRegion, owner: Peer | Address) -> None:
     """Raise UsageError unless that engine, in this life, owns the memory and has not revoked its lease, if any."""
     theirs, address = remote.owner, owner if isinstance(owner, Address) else owner.address
     if theirs.identity != address.identity:
-        raise UsageError(f"attach: {remote}, which is another engine than {address}: expected memory of its own")
+        raise UsageError(f"attach: {remote} is not memory of {address}: expected a descriptor of its own memory")
     if theirs.incarnation != address.incarnation:
         raise UsageError(
-            f"attach: {remote}, in its life {theirs.incarnation:#x}: expected {address.incarnation:#x}, the life of "
-            f"{address}; ask for a new descriptor"
+            f"attach: {remote} has incarnation {theirs.incarnation:#x}, expected {address.incarnation:#x}, that of "
+            f"{address}: one of the two is from before a restart; ask for a new descriptor"
         )
     if remote.lease and not isinstance(owner, Address) and owner.has_revoked(remote.lease):
-        raise UsageError(f"attach: {remote} was lent by lease {remote.lease}, which its owner has revoked")
+        raise UsageError(
+            f"attach: the owner of {remote} has revoked its lease {remote.lease}; ask for a new descriptor"
+        )
 
 
 class LeaseGranter(Protocol):
@@ -263,10 +263,13 @@ class RemoteRegion(RemoteSlice):
         """
         if descriptor.owner.identity == identity:
             raise UsageError(
-                "attach: the descriptor is of this very engine; its own memory is copied without an engine"
+                "attach: the descriptor is of this engine's own memory; copy that memory without an engine"
             )
         if descriptor.lease and descriptor.holder != identity:
-            raise UsageError("attach: the lease was granted to another engine, which alone may use it")
+            raise UsageError(
+                "attach: the lease was granted to another engine, and only that engine may use it; "
+                "ask the owner for one of your own"
+            )
         keys = [(item.key, item.base) for item in descriptor.keys]
         memory = RemoteMemory(descriptor.length, descriptor.writable, keys, descriptor.lease, descriptor.readable)
         return cls(memory, 0, descriptor.length, descriptor)
@@ -364,7 +367,7 @@ class Regions:
             raise UsageError(f"register: {error}") from error
         if buffer.readonly and access == "write":
             buffer.release()
-            raise UsageError("register: access='write' of read-only memory opens nothing; register it with 'read'")
+            raise UsageError("register: the memory is read-only, so peers cannot write to it; use access='read'")
         return buffer
 
     def _enter_region(self, memory: LocalMemory, access: Access) -> Region:
@@ -404,10 +407,11 @@ class Regions:
             _check_owner(remote, owner)
         if access is not None and not (remote.writable if access == "write" else remote.readable):
             raise UsageError(
-                f"attach: {remote} may not be {'written' if access == 'write' else 'read'}: its owner registered it so"
+                f"attach: {remote} may not be {'written' if access == 'write' else 'read'}: its owner "
+                "registered it with other access"
             )
         if remote.nbytes < nbytes:
-            raise UsageError(f"attach: {remote} is too short, expected at least {nbytes} bytes")
+            raise UsageError(f"attach: {remote} is too short: expected at least {nbytes} bytes")
         return remote
 
     def register_part(self, whole: LocalMemory, start: int, stop: int, access: int) -> LocalMemory:

@@ -50,21 +50,28 @@ def _check_pages(verb: str, src: object, dst: object) -> None:
     if not isinstance(src, Pages) or not isinstance(dst, Pages):
         raise UsageError(f"{verb}: src and dst must be Pages(region, indices, page_bytes)")
     if len(src) != len(dst):
-        raise UsageError(f"{verb}: {len(src)} source pages, but {len(dst)} target pages; page i goes to page i")
+        raise UsageError(
+            f"{verb}: {len(src)} source pages, but {len(dst)} target pages: expected as many, because "
+            "page i goes to page i"
+        )
     if src.page_bytes != dst.page_bytes:
         raise UsageError(
-            f"{verb}: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}; they must agree"
+            f"{verb}: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}: expected one length"
         )
 
 
 def _check_writable(verb: str, target: RemoteRegion) -> None:
     if not target.writable:
-        raise UsageError(f"{verb}: the remote memory is read-only: its owner registered it so, or a read-only buffer")
+        raise UsageError(
+            f"{verb}: the remote memory is read-only: its owner must register a writable buffer with access='write'"
+        )
 
 
 def _check_readable(source: RemoteRegion, target: Region) -> None:
     if not source.readable:
-        raise UsageError("read: the remote memory cannot be read, its owner registered it with access='write'")
+        raise UsageError(
+            "read: the remote memory cannot be read: its owner registered it with access='write', not 'read-write'"
+        )
     if not target.writable:
         raise UsageError(
             "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"

@@ -155,7 +155,10 @@ async def make_group(runtime: Runtime, finder: PeerFinder, members: Iterable[Pee
     # All connections are being made by now, so waiting for them in turn takes as long as the slowest.
     peers = [await peer.wait_ready() for peer in asked]
     if len({peer.key for peer in peers}) < len(peers):
-        raise UsageError("peer_group: a member is named twice; a scatter may have several targets at one")
+        raise UsageError(
+            "peer_group: a member is named twice; name it once, because a scatter may have several "
+            "targets at one member"
+        )
     return PeerGroup(runtime, peers)
 
 
@@ -184,7 +187,9 @@ class GroupTransfer(Transfer):
         done = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
         assert self.targets is not None
         if self._revoked:
-            cause: AioteError = LeaseRevokedError(self.peer.name, "a lease of one of its targets was revoked")
+            cause: AioteError = LeaseRevokedError(
+                self.peer.name, "it has revoked the lease of a target; ask it for a new descriptor"
+            )
             return self._error(cause, f"{self.description} failed, {done}: {cause}")
         if self.was_cancelled:
             return self._error(None, f"{self.description}: cancelled, {done}")
@@ -208,7 +213,7 @@ def check_group(runtime: Runtime, group: object) -> None:
     """Raise UsageError unless this is a group of this engine, ClosedError if the engine is closed."""
     runtime.require_open()
     if not isinstance(group, PeerGroup) or group.runtime is not runtime:
-        raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+        raise UsageError("scatter: expected a PeerGroup of this engine; make one with await engine.peer_group([...])")
 
 
 def submit_scatter(
@@ -267,7 +272,10 @@ def _add(
         return peer
     src, dst = memories_of(runtime, position, src, dst)
     if src.nbytes != dst.nbytes:
-        raise UsageError(f"scatter: target {position} has {src.nbytes} bytes to write to {dst.nbytes}")
+        raise UsageError(
+            f"scatter: target {position} has a source of {src.nbytes} bytes and a destination of "
+            f"{dst.nbytes}: expected one length"
+        )
     try:
         parts.add(link, src.memory, src.start, dst.memory, dst.start, src.nbytes)
     except ValueError as error:
@@ -281,7 +289,9 @@ def member_of(
     """Return the peer of a target, and its link. Raises UsageError, PeerError."""
     peer = group.member(dst.owner if isinstance(dst, RemoteRegion) else dst)
     if peer is None:
-        raise UsageError(f"scatter: target {position} is not of the group")
+        raise UsageError(
+            f"scatter: target {position} is memory of an engine outside the group; add that engine to peer_group"
+        )
     return peer, link_of(peer)
 
 
@@ -294,7 +304,10 @@ def memories_of(runtime: Runtime, position: int, src: object, dst: object) -> tu
         )
     src.require_open()
     if src.memory.owner is not runtime.core:
-        raise UsageError(f"scatter: the source of target {position} belongs to another engine")
+        raise UsageError(
+            f"scatter: the source of target {position} belongs to another engine; register that "
+            "memory with this one too"
+        )
     return src, dst
 
 
@@ -322,7 +335,7 @@ def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, in
 
 def void_lease(transfer: GroupTransfer, peer: Destination, lease: int) -> TransferError:
     """End the transfer because its lease was revoked, and return the error."""
-    cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which a target was of")
+    cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease} of a target; ask it for a new descriptor")
     error = TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
     transfer.fail(error)
     return error

@@ -33,9 +33,11 @@ def _handle(stream: Any, verb: str) -> int:
         try:
             version, handle = (operator.index(item) for item in said)
         except (TypeError, ValueError):
-            raise UsageError(f"{verb}: __cuda_stream__ of stream gave {said!r}, expected (0, address)") from None
+            raise UsageError(
+                f"{verb}: __cuda_stream__ of the stream returned {said!r}, expected (0, address)"
+            ) from None
         if version != 0:
-            raise UsageError(f"{verb}: __cuda_stream__ of stream has version {version}, expected 0")
+            raise UsageError(f"{verb}: __cuda_stream__ of the stream has version {version}, expected 0")
         return handle
     for name in ("cuda_stream", "ptr", "handle"):
         if hasattr(stream, name):
@@ -60,7 +62,9 @@ def _number(stream: Any, verb: str) -> int:
         except TypeError as error:
             raise UsageError(f"{verb}: stream={stream!r}: {error}; expected {EXPECTED}") from None
     if number == 0:
-        raise UsageError(f"{verb}: stream=0 may mean either default stream: give 1 (legacy) or 2 (the thread's)")
+        raise UsageError(
+            f"{verb}: stream=0 may mean either default stream: give 1 for the legacy one, or 2 for the thread's"
+        )
     if number != READY and not is_stream(number):
         raise UsageError(f"{verb}: stream={number}; expected {EXPECTED}")
     return number

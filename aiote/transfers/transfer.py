@@ -138,7 +138,9 @@ class Transfer(Request):
             self.peer.cancel_transfer(self)
 
     def _lease_error(self, progress: str) -> TransferError:
-        cause = LeaseRevokedError(self.peer.name, f"it has revoked lease {self.lease}, which this memory was of")
+        cause = LeaseRevokedError(
+            self.peer.name, f"it has revoked lease {self.lease} of this memory; ask it for a new descriptor"
+        )
         return self._error(cause, f"{self.description} failed, {progress}: {cause}")
 
     def exception(self) -> AioteError | None:

@@ -84,16 +84,18 @@ class Receiver:
         """Record a step of the target. Raises UsageError for a step out of order, or with impossible contents."""
         expected = ("lent", "counted", "committed")[len(self.steps) : len(self.steps) + 1]
         if (step.kind,) != expected:
-            raise aiote.UsageError(f"it says {step.kind!r} after {self.steps}")
+            raise aiote.UsageError(f"it reported {step.kind!r} out of order, after {self.steps}")
         self.steps.append(step.kind)
         if step.kind != "lent":
             return
         if step.lent is None or step.places is None or step.places.shape[1:] != (2,):
-            raise aiote.UsageError("it does not say what it lends")
+            raise aiote.UsageError("it did not describe the memory that it lends")
         regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
         descriptors = step.lent.unpacked(regions * len(sources) + rest)
         if rest or (len(step.places) and int(np.max(step.places[:, 0])) >= regions and sources):
-            raise aiote.UsageError(f"it lends {len(descriptors)} regions to {len(sources)} sources")
+            raise aiote.UsageError(
+                f"its {len(descriptors)} lent regions cannot be divided among {len(sources)} sources"
+            )
         several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
         self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}
         self.imm, self.places = step.imm, step.places
@@ -134,14 +136,16 @@ class Attempt:
             if late.cancelled_caught:
                 for replica in self.replicas:
                     if not _all_lent(replica):
-                        replica.fail(f"it lent no memory within {self.controller.limit} s")
+                        replica.fail(f"it lent no memory within {self.controller.limit} s (limit)")
             if not all(one.failure for one in self.replicas):
                 await self._ask_sources()
             with anyio.move_on_after(self.controller.limit) as late:
                 await self._wait_until(lambda: self.lost or all(one.failure or one.complete for one in self.replicas))
             for replica in self.replicas:
                 if late.cancelled_caught and not (replica.failure or replica.complete):
-                    replica.fail(f"it did not have everything {self.controller.limit} s after the sources had ended")
+                    replica.fail(
+                        f"it did not have every byte {self.controller.limit} s (limit) after the sources had ended"
+                    )
                 # A complete replica needs no source any more, so it does not matter which source is lost.
                 if self.lost and not replica.complete:
                     replica.fail("a source was lost: " + "; ".join(self.lost.values()))
@@ -186,9 +190,9 @@ class Attempt:
                     replica.committed += 1
                     break
             if len(target.steps) < 3:
-                raise aiote.UsageError(f"the update ended before it was committed, after {target.steps}")
+                raise aiote.UsageError(f"the target ended the update before the commit, after {target.steps}")
         except (aiote.AioteError, StopAsyncIteration, TimeoutError, ValueError) as error:
-            why = str(error) or f"it took longer than {self.controller.limit} s for its commit"
+            why = str(error) or f"its commit took longer than {self.controller.limit} s (limit)"
             replica.fail(f"rank {target.state.rank} at {target.address}: {why}")
         finally:
             # The end of the stream makes the target revoke its leases, so that sources cannot write after this returns.
@@ -248,9 +252,11 @@ class Attempt:
         """Return an error if a source blames ranks with which the plan gives it nothing to do; else an empty string."""
         plan = self._plan
         if others := sent.lost.keys() - (plan.gathers_from(rank) if sent.lost else set()):
-            return f"says that it cannot read from {sorted(others)}, from which it does not gather"
+            return f"reports that it cannot read from sources {sorted(others)}, but the plan lets it read "
+            "from others only"
         if others := {target for target in sent.failed if rank not in plan.senders.get(target, ())}:
-            return f"says that it cannot write to {sorted(others)}, to which it does not write"
+            return f"reports that it cannot write to targets {sorted(others)}, but the plan lets it write to "
+            "others only"
         return ""
 
     def _lose(self, scope: anyio.CancelScope, lost: dict[str, str]) -> None:

@@ -78,7 +78,7 @@ def boxes_between(extent: Shape, source: Side, target: Side) -> list[Box]:
     for box in _boxes(_merged(loops), (source[0], source[1]), (target[0], target[1])):
         found.append(box)
         if len(found) > MOST_BOXES:
-            raise UsageError(f"it has more than {MOST_BOXES} pieces")
+            raise UsageError(f"it consists of more than {MOST_BOXES} pieces, which is the limit")
     return found
 
 

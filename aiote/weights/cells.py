@@ -201,7 +201,9 @@ def _atoms(
         for at in fine.overlapping(*_box_of(part)):
             start, stop = fine.box(at)
             if at not in holders:
-                raise UsageError(f"no source rank holds what goes from {part.source} to {start} up to {stop}")
+                raise UsageError(
+                    f"no source rank holds the elements of {part.source} that fill {start} to {stop} (exclusive)"
+                )
             cell = next(coarse.overlapping(start, stop))
             found.setdefault(cell, []).append(Atom(start, stop, tuple(holders[at])))
     return found

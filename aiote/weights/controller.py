@@ -97,9 +97,9 @@ class Controller:
         limit: float = 60.0,
     ) -> None:
         if not sources or not targets:
-            raise aiote.UsageError("a controller needs one source and one target at least")
+            raise aiote.UsageError("Controller: expected at least one source and one target")
         if str(engine.address) in map(str, (*sources, *targets)):
-            raise aiote.UsageError("a controller has an engine of its own: none has a connection to itself")
+            raise aiote.UsageError("Controller: its engine is among the sources or targets; open another engine for it")
         self.engine = engine
         self.recipe, self.gather, self.limit = recipe or Recipe(), gather, limit
         self.epoch = time.time_ns() if epoch is None else epoch
@@ -162,7 +162,7 @@ class Controller:
             for side in (sources, targets):
                 ranks = [one.rank for one in side]
                 if len(set(ranks)) != len(ranks):
-                    raise aiote.UsageError(f"two ranks have the same number: {sorted(ranks)}")
+                    raise aiote.UsageError(f"two ranks of one side have the same number: {sorted(ranks)}")
             size = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
             make = functools.partial(plan_described, sources, targets, self.recipe, self.gather)
             plan: UpdatePlan
@@ -184,7 +184,7 @@ class Controller:
             self._states = {address: one for address, one in self._states.items() if address not in failed}
         for address, digest in digests.items():
             if digest != plan.digest:
-                raise PlanMismatchError(f"source {address} has another plan: it was given another recipe")
+                raise PlanMismatchError(f"source {address} computed another plan: give all the same recipe")
         self._written = {
             rank: {
                 source: np.array([mine[name] for name in several if name in mine], np.uint64)

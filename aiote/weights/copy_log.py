@@ -104,7 +104,9 @@ class CopyLog:
         except RecordError as error:
             raise self.refused(error) from None
         except UsageError as error:
-            raise self.refused(RecordError(f"{elements.name}: the loader copies it to a tensor: {error}")) from None
+            raise self.refused(
+                RecordError(f"{elements.name}: the loader copies it to a tensor that cannot be recorded: {error}")
+            ) from None
 
     def _copied(self, view: StridedView, elements: Elements) -> None:
         if view.is_empty:
@@ -119,12 +121,15 @@ class CopyLog:
             try:
                 found = boxes_between(piece.extent, (here, piece.offset, piece.strides), (there, begin, view.strides))
             except UsageError as error:
-                raise RecordError(f"{name}: what the loader copies of {piece.source} cannot be said: {error}") from None
+                raise RecordError(
+                    f"{name}: the loader's copy from {piece.source} cannot be described as boxes: {error}"
+                ) from None
             for source_start, start, extent, axes in found:
                 box = start, tuple(map(int.__add__, start, extent))
                 if box in made:
                     raise RecordError(
-                        f"{name}: the loader copies several elements of {piece.source} to the one at {start}"
+                        f"{name}: the loader copies several elements of {piece.source} to one place, "
+                        f"{start}; it must copy each once"
                     )
                 made[box] = Part(piece.source, source_start, start, extent, axes)
         # A part that fills the same box as an earlier part replaces it.
@@ -140,21 +145,30 @@ class CopyLog:
                 if view.dtype != memory.dtype or rest:
                     raise RecordError(f"{name}: the loader writes {elements.name} to it as {view.dtype}")
                 return name, memory, offset
-        raise RecordError(f"{elements.name}: the loader copies it to a tensor that is none of the parameters")
+        raise RecordError(
+            f"{elements.name}: the loader copies it to a tensor that is not a parameter; a recording "
+            "needs copies to parameters"
+        )
 
     def _check_types(self, name: str, parameter: StridedView, elements: Elements) -> None:
         casts = *elements.casts, parameter.dtype
         once = single_cast(casts)
         if len(once) > 2:
             steps = " to ".join(casts)
-            raise RecordError(f"{name}: the loader converts {elements.name} from {steps}; a recipe converts once")
+            raise RecordError(
+                f"{name}: the loader converts {elements.name} from {steps}; a recipe converts once, so "
+                "leave out the steps between"
+            )
         if once in ROUNDED_DIFFERENTLY or (len(once) == 2 and once[1] == "F8_E8M0"):
             raise RecordError(
-                f"{name}: the loader converts {elements.name} from {once[0]} to {once[1]}, which torch rounds "
-                "otherwise than numpy; convert it in the trainer"
+                f"{name}: the loader converts {elements.name} from {once[0]} to {once[1]}, which torch and "
+                "numpy round differently; convert it in the trainer"
             )
         if self.dtypes.setdefault(name, casts[0]) != casts[0]:
-            raise RecordError(f"{name}: the loader makes it of {self.dtypes[name]} and {casts[0]}; make them one type")
+            raise RecordError(
+                f"{name}: the loader fills it from tensors of {self.dtypes[name]} and {casts[0]}; make "
+                "them one type in the trainer"
+            )
 
     def loaded_in(self, values: Any) -> str | None:
         """Return the name of the parameter with which `values` share elements that the loader has copied, or None."""
@@ -200,8 +214,8 @@ def _memory_of_parameter(name: str, parameter: Any) -> StridedView:
         if extent > 1 and not memory.is_empty:
             if stride <= reach:
                 raise UsageError(
-                    f"parameter {name}: with shape {memory.shape} and strides {memory.strides} several elements lie in "
-                    "one place, or run backwards; give the array that it is a view of"
+                    f"parameter {name}: with shape {memory.shape} and strides {memory.strides} several elements share "
+                    "one place, or a stride is negative; give the array that it is a view of"
                 )
             reach += (extent - 1) * stride
     return memory
@@ -218,5 +232,8 @@ def _check_apart(name: str, boxes: list[Box]) -> None:
         near = [(low, high) for low, high in near if high[:1] > start[:1]]
         for low, high in near:
             if _overlap((start, stop), (low, high)):
-                raise RecordError(f"{name}: the loader writes {low} to {high} and {start} to {stop}, which overlap")
+                raise RecordError(
+                    f"{name}: the loader's copies to {low} up to {high} and to {start} up to {stop} "
+                    "overlap; copy each element once"
+                )
         near.append((start, stop))

@@ -72,9 +72,9 @@ def entries_of(sources: Layout, targets: Layout, recipe: Recipe, whole: bool) ->
             found.append(_entry(name, recipe.targets.get(name, name), sources, targets, source_of, known, whole))
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
-    _complain("target tensors come from nowhere", missing, "name them in the recipe, or list them as untouched")
+    _complain("target tensors have no source", missing, "name them in the recipe, or list them as untouched")
     unread = [name for name in sources.tensors if name not in used and not recipe.is_unused(name)]
-    _complain("source tensors go nowhere", unread, "name them in the recipe, or list them as unused")
+    _complain("source tensors are not used", unread, "name them in the recipe, or list them as unused")
     return found
 
 
@@ -119,7 +119,7 @@ def _entry(
     expression = rule.expression if isinstance(rule, Quantized) else rule
     made = (source(expression) if isinstance(expression, str) else expression).resolve(source_of)  # type: ignore[arg-type]
     if made.shape != target.shape:
-        raise UsageError(f"the recipe makes it of shape {made.shape}, the targets have {target.shape}")
+        raise UsageError(f"the recipe makes it of shape {made.shape}, but the targets have {target.shape}")
     if quantized:
         _check_blocks(target, targets.tensors[quantized.scale], quantized)
     dtype, converted = _conversion(made, target, quantized)
@@ -139,12 +139,14 @@ def _conversion(made: ResolvedExpression, target: Tensor, quantized: Quantized |
     """
     if quantized:
         if ITEMSIZE[target.dtype] != 1:
-            raise UsageError(f"it is quantized, but its type is {target.dtype}, expected one of a byte such as F8_E4M3")
+            raise UsageError(
+                f"it is quantized, but its type is {target.dtype}: expected a type of one byte, such as F8_E4M3"
+            )
         return made.cast or made.dtype, True
     if made.cast is None and made.dtype != target.dtype:
         raise UsageError(f"the sources have {made.dtype} and the targets {target.dtype}: add .cast() to the recipe")
     if made.cast and made.cast != target.dtype:
-        raise UsageError(f"the recipe casts it to {made.cast}, the targets have {target.dtype}")
+        raise UsageError(f"the recipe casts it to {made.cast}, but the targets have {target.dtype}")
     return made.dtype, made.dtype != target.dtype
 
 
@@ -166,7 +168,8 @@ def _check_blocks(target: Tensor, scale: Tensor, quantized: Quantized) -> None:
         blocks = _blocks_held(held, target.sharding, size)
         if pair[1] is None or blocks != set(pair[1].pieces):
             raise UsageError(
-                f"target rank {rank} has other blocks of it than scales in {quantized.scale}: spread both in one way"
+                f"target rank {rank} holds blocks of it whose scales in {quantized.scale} lie "
+                "elsewhere: shard both in the same way"
             )
 
 
@@ -183,7 +186,7 @@ def _blocks_held(held: LocalTensor, sharding: Sharding, size: tuple[int, ...]) -
         for start, stop, local, block, extent in zip(*piece, size, sharding.shape, strict=True):
             if start % block or local % block or (stop % block and stop != extent):
                 raise UsageError(
-                    f"a target rank has {start} to {stop} of {extent} at {local}, which splits blocks of {block}: "
+                    f"a target rank's part, {start} to {stop} of {extent} at {local}, splits blocks of {block}: "
                     "quantize by blocks whose size divides the ranks' parts"
                 )
     return {tuple(_in_blocks(numbers, size) for numbers in piece) for piece in held.pieces}

@@ -108,7 +108,7 @@ class Layout:
         self.tensors = dict(tensors)
         for name in self.tensors:
             if not isinstance(name, str) or not name:
-                raise UsageError(f"a tensor is named {name!r}, expected text of one character at least")
+                raise UsageError(f"a tensor is named {name!r}: expected text of at least one character")
 
     def __repr__(self) -> str:
         return f"<Layout of {len(self.tensors)} tensors on {len(self.ranks)} ranks>"
@@ -196,13 +196,14 @@ class Layout:
             for name, (dtype, sharding, group) in description["tensors"].items():
                 if len(shardings[sharding].held) != len(groups[group]):
                     raise UsageError(
-                        f"{name}: {len(groups[group])} groups of ranks for {len(shardings[sharding].held)} parts"
+                        f"{name}: expected {len(shardings[sharding].held)} groups of ranks, one for "
+                        f"each part, got {len(groups[group])}"
                     )
                 tensors[str(name)] = Tensor(dtype_name(dtype), shardings[sharding], groups[group])
         except UsageError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise UsageError(f"this is no description of a layout: {error!r}") from None
+            raise UsageError(f"this is not the description of a layout: {error!r}") from None
         return cls(tensors)
 
     def digest(self) -> bytes:
@@ -235,11 +236,9 @@ def _checked_placement(placement: Any) -> Placement:
         if getattr(placement, test, bool)():
             break
     else:
-        raise UsageError(f"placement {placement!r} is none of Replicate, Shard, StridedShard and Runs")
+        raise UsageError(f"placement {placement!r}: expected Replicate, Shard, StridedShard or Runs")
     if test == "is_partial":
-        raise UsageError(
-            "a Partial placement has no values yet, only summands of them: reduce the tensor before it is described"
-        )
+        raise UsageError("a Partial placement holds summands, not values: reduce the tensor before you describe it")
     return Shard(placement.dim) if test == "is_shard" else Replicate()
 
 
@@ -256,7 +255,7 @@ def _tensor_of_torch(rank: int, value: Any) -> Tensor:
     local = value.to_local()
     expected = held.shape if held else None
     if tuple(local.shape) != expected and (held or local.numel()):
-        raise UsageError(f"the local tensor has shape {tuple(local.shape)}, its placements say {expected}")
+        raise UsageError(f"the local tensor has shape {tuple(local.shape)}, but its placements give it {expected}")
     if held is None:
         return Tensor(dtype, Sharding.of(shape, ()), ())
     return Tensor(
@@ -309,12 +308,15 @@ def _checked_sharding(shape: tuple[int, ...], held: tuple[LocalTensor, ...]) -> 
         reach = 0
         for stride, extent in sorted(zip(strides, local, strict=True)):
             if extent > 1 and stride <= reach:
-                raise UsageError(f"with shape {local} and strides {strides} several elements lie in one place")
+                raise UsageError(
+                    f"with shape {local} and strides {strides} several elements share one place; expected "
+                    "strides that separate them"
+                )
             reach += max(0, extent - 1) * stride
         for piece in pieces:
             rows = list(zip(shape, *piece, local, strict=True))
             if not all(0 <= start < stop <= extent for extent, start, stop, _, _ in rows):
-                raise UsageError(f"a part goes from {piece.start} to {piece.stop}, which is not within {shape}")
+                raise UsageError(f"a part from {piece.start} to {piece.stop} leaves the tensor's shape {shape}")
             if not all(0 <= at <= size - (stop - start) for _, start, stop, at, size in rows):
                 raise UsageError(f"a piece at {piece.local} does not fit in its rank's part of shape {local}")
     return Sharding.of(shape, held)

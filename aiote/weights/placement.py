@@ -98,7 +98,9 @@ def packed(dim: int, ranks: int, *parts: int | tuple[int, int]) -> Runs:
         copies = max(1, ranks // heads)
         shares = ranks // copies
         if copies * shares != ranks or heads % shares or size % heads:
-            raise UsageError(f"a part of {size} with {heads} heads cannot be spread over {ranks} ranks evenly")
+            raise UsageError(
+                f"a part of {size} elements with {heads} heads cannot be divided evenly among {ranks} ranks"
+            )
         share = size // shares
         for rank, row in enumerate(rows):
             start = first + rank // copies * share
@@ -123,9 +125,9 @@ class Mesh:
         object.__setattr__(self, "ranks", tuple(map(int, self.ranks)))
         object.__setattr__(self, "shape", tuple(map(int, self.shape)))
         if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks) or not self.ranks:
-            raise UsageError(f"a mesh of shape {self.shape} takes as many different ranks, got {self.ranks}")
+            raise UsageError(f"a mesh of shape {self.shape}: expected as many different ranks, got {self.ranks}")
         if min(self.ranks) < 0:
-            raise UsageError(f"a mesh has rank {min(self.ranks)}, expected numbers from 0")
+            raise UsageError(f"a mesh has rank {min(self.ranks)}: expected ranks from 0 on")
 
     @classmethod
     def of(cls, ranks: Any) -> Mesh:
@@ -220,7 +222,10 @@ def _ordered(placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> list[t
             factor = mesh[axis]
             for strided_axis, strided in reversed(waiting.pop(placement.dim, [])):
                 if strided.split_factor != factor:
-                    raise UsageError(f"{strided} is followed by shards over {factor} places, expected as many")
+                    raise UsageError(
+                        f"{strided}: the shards after it divide the dimension into {factor} places, "
+                        "expected as many as its split_factor"
+                    )
                 ordered.append((strided_axis, Shard(strided.dim)))
                 factor *= mesh[strided_axis]
     for dim in waiting:

@@ -122,9 +122,7 @@ class Descriptors(msgspec.Struct, frozen=True):
             or (ends[1:] < ends[:-1]).any()
             or int(ends[-1:].sum()) != len(data)
         ):
-            raise aiote.UsageError(
-                f"{count} descriptors of memory are expected, got {ends.shape} in {data.shape} bytes"
-            )
+            raise aiote.UsageError(f"expected {count} descriptors of memory, got {ends.shape} in {data.shape} bytes")
         starts = [0, *ends.tolist()]
         whole = data.tobytes()
         return [whole[start:end] for start, end in itertools.pairwise(starts)]
@@ -273,12 +271,13 @@ def layout_of(packed: Bytes) -> Layout:
     """Return the layout that `packed_layout` packed. Raises UsageError for other bytes, or more than `LAYOUT_BYTES`."""
     if packed.nbytes > LAYOUT_BYTES:
         raise aiote.UsageError(
-            f"a layout of {packed.nbytes} bytes of JSON: a rank describes its own part, in {LAYOUT_BYTES} at most"
+            f"the layout has {packed.nbytes} bytes as JSON, expected at most {LAYOUT_BYTES}: describe "
+            "this rank's own part only"
         )
     try:
         found = _layouts.decode(packed.tobytes())
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise aiote.UsageError(f"this is no description of a layout: {error}") from None
+        raise aiote.UsageError(f"this is not the description of a layout: {error}") from None
     return Layout.from_description({"shardings": found.shardings, "ranks": found.ranks, "tensors": found.tensors})
 
 

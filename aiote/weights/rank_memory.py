@@ -103,14 +103,16 @@ def found_in(array: Any) -> ArrayInfo:
         return _found_on_gpu(array, *on_gpu)
     if hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
-            raise aiote.UsageError(f"it is on {array.device}; give a copy on the CPU, which may be pinned")
+            raise aiote.UsageError(f"the array is on {array.device}: give a copy on the CPU, which may be pinned")
         return ArrayInfo(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype_name(array.dtype))
     require_unmasked("the array", array)
     if not isinstance(array, np.ndarray):
-        raise aiote.UsageError(f"a numpy array or a torch tensor is expected, got {type(array).__name__}")
+        raise aiote.UsageError(f"expected a numpy array or a torch tensor, got {type(array).__name__}")
     name = dtype_name(array.dtype)
     if any(stride % ITEMSIZE[name] for stride in array.strides):
-        raise aiote.UsageError(f"its strides {array.strides} are no multiples of its elements' {ITEMSIZE[name]} bytes")
+        raise aiote.UsageError(
+            f"its strides {array.strides} are not multiples of the element size of {ITEMSIZE[name]} bytes"
+        )
     strides = tuple(stride // ITEMSIZE[name] for stride in array.strides)
     return ArrayInfo(array.ctypes.data, tuple(array.shape), strides, name)
 
@@ -119,7 +121,7 @@ def _found_on_gpu(array: Any, view: GpuArray, named: str, storage: GpuArray) -> 
     name = dtype_name(array.dtype) if hasattr(array, "data_ptr") else dtype_name(np.dtype(named))
     size = ITEMSIZE[name]
     if any(stride % size for stride in view.strides):
-        raise aiote.UsageError(f"its strides {view.strides} are no multiples of its elements' {size} bytes")
+        raise aiote.UsageError(f"its strides {view.strides} are not multiples of the element size of {size} bytes")
     address = int(view.__array_interface__["data"][0])
     return ArrayInfo(address, view.shape, tuple(stride // size for stride in view.strides), name, storage)
 
@@ -145,7 +147,9 @@ class RankArrays:
             held = tensor.held_by().get(rank)
             if held is not None:
                 if written and isinstance(arrays.get(name), np.ndarray) and not arrays[name].flags.writeable:
-                    raise aiote.UsageError(f"{name}: the array is read-only, and updates write to it")
+                    raise aiote.UsageError(
+                        f"{name}: the array is read-only, but updates write to it; give a writable one"
+                    )
                 address, storage = _check_array(name, held, tensor.dtype, arrays)
                 self._found[name] = address, held, tensor.dtype
                 if storage is None:
@@ -284,7 +288,7 @@ def _share(*both: tuple[int, LocalTensor, str]) -> bool:
 def _check_array(name: str, held: LocalTensor, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:
     """Return an array's address, and its storage if it is on a GPU. Raises UsageError unless it fits the layout."""
     if name not in arrays:
-        raise aiote.UsageError(f"{name}: the layout says that this rank has it, and there is no array of that name")
+        raise aiote.UsageError(f"{name}: the layout gives it to this rank, but arrays has no such name; add it")
     try:
         found = found_in(arrays[name])
     except aiote.UsageError as error:
@@ -340,7 +344,7 @@ class StagingMemory:
         """
         size = max(ALIGNED, -(-nbytes // ALIGNED) * ALIGNED)
         if size > self.limit // ALIGNED * ALIGNED:
-            raise aiote.UsageError(f"{size} bytes of staging memory are needed, staging_bytes is {self.limit}")
+            raise aiote.UsageError(f"staging_bytes={self.limit}: expected at least {size}")
         start = await self._wait_for_room(size)
         try:
             yield start

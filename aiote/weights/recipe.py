@@ -137,7 +137,9 @@ def cat(*expressions: Expression | str, dim: int = 0) -> Expression:
         made = [expression.resolve(source_of) for expression in several]
         at = _dim(dim, len(made[0].shape))
         if len({_without(one.shape, at) for one in made}) != 1:
-            raise UsageError(f"tensors of shapes {[one.shape for one in made]} cannot follow one another along {dim}")
+            raise UsageError(
+                f"cat: tensors of shapes {[one.shape for one in made]} differ in another dimension than {dim}"
+            )
         whole = _replaced(made[0].shape, at, sum(one.shape[at] for one in made))
         parts, first = [], 0
         for one in made:
@@ -185,7 +187,7 @@ def quantized(expression: Expression | str, *, scale: str, block: tuple[int, int
     """
     rows, columns = (int(size) for size in block)
     if min(rows, columns) < 1:
-        raise UsageError(f"block is {block!r}, expected two sizes from 1")
+        raise UsageError(f"block is {block!r}, expected two sizes of at least 1")
     return Quantized(_several([expression])[0], scale, (rows, columns))
 
 

@@ -81,7 +81,7 @@ class Recording(NamedTuple):
             }
             return cls(parameters, {str(name): tuple(map(int, shape)) for name, shape in plain["sources"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"this is no description of a recording: {error!r}") from None
+            raise UsageError(f"this is not the description of a recording: {error!r}") from None
 
     @staticmethod
     def merge(
@@ -133,7 +133,9 @@ def record(
         _run(load, ((name, make(log, Elements.of(name, *known[name]))) for name in known), log)
     for name, memory in log.memory.items():
         if memory_of(parameters[name]) != memory:
-            raise RecordError(f"{name}: the loader gives this parameter other memory; it copies to what there is")
+            raise RecordError(
+                f"{name}: the loader replaces this parameter's memory; it must copy into the memory that is there"
+            )
     return _recording(log, known)
 
 
@@ -145,8 +147,8 @@ def _are_torch(parameters: Mapping[str, Any]) -> bool:
     kinds = {hasattr(parameter, "untyped_storage") for parameter in parameters.values()}
     if len(kinds) > 1:
         raise UsageError(
-            "some parameters are torch tensors and some numpy arrays, whose calls differ in what they mean: record "
-            "the loader of each by itself"
+            "some parameters are torch tensors and some are numpy arrays, and their calls have different meanings: "
+            "record a loader for each kind"
         )
     return kinds.pop() if kinds else "torch" in sys.modules
 
@@ -169,7 +171,7 @@ def _run(load: Callable[[Iterator[tuple[str, Any]]], object], pairs: Iterator[tu
         log.check()
         if isinstance(error, ValueError) and "read-only" in str(error):
             raise RecordError(
-                f"{last}: the loader changes a parameter by something else than numpy.copyto(parameter[index], "
+                f"{last}: the loader changes a parameter by another call than numpy.copyto(parameter[index], "
                 f"tensor) ({error}): a recipe has copies alone, so do that before it is recorded, or in on_commit"
             ) from error
         if isinstance(error, LIBRARY_ERRORS):

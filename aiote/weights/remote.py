@@ -53,19 +53,19 @@ class RemoteTensors:
     def _place(self, name: str) -> tuple[aiote.RemoteRegion, int]:
         if self._found is None:
             if self._places.shape != (len(self._names), 2):
-                raise aiote.UsageError(f"places of {len(self._names)} tensors are expected, got {self._places.shape}")
+                raise aiote.UsageError(f"expected the places of {len(self._names)} tensors, got {self._places.shape}")
             self._found = self._places.tolist()
         number, offset = self._found[self._names[name]]
         remote = self._attached[number] if number in self._attached else self._attach(number)
         if offset > remote.nbytes:
-            raise aiote.UsageError(f"{name} begins at byte {offset} of {remote.nbytes}")
+            raise aiote.UsageError(f"{name} begins at byte {offset}, outside of the lent {remote.nbytes} bytes")
         return remote, offset
 
     def _attach(self, number: int) -> aiote.RemoteRegion:
         if self._descriptors is None:
             self._descriptors = self._regions.unpacked(self._regions.ends.size)
         if number >= len(self._descriptors):
-            raise aiote.UsageError(f"there is no region {number} of {len(self._descriptors)}")
+            raise aiote.UsageError(f"region {number} does not exist: {len(self._descriptors)} were lent")
         owner = self._engine.find_peer(self.owner) or self.owner
         remote = self._engine.attach(self._descriptors[number], owner=owner, access=self._access)
         self._attached[number] = remote

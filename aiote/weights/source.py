@@ -160,7 +160,7 @@ def plan_described(
         layouts = {one.rank: layout_of(one.layout) for one in side}
         for rank, layout in layouts.items():
             if any(ranks != (rank,) for tensor in layout.tensors.values() for ranks in tensor.ranks):
-                raise aiote.UsageError(f"rank {rank} describes what others hold")
+                raise aiote.UsageError(f"rank {rank}: the layout has other ranks' parts; describe its own part only")
         sides.append(Layout.merge(layouts.values()))
         held = {rank: tuple(layout.tensors) for rank, layout in layouts.items()}
         names.append({rank: known.setdefault(one, {n: i for i, n in enumerate(one)}) for rank, one in held.items()})
@@ -185,8 +185,8 @@ def _check_tied(plan: UpdatePlan, target: TargetState, names: Names) -> None:
         held = {name: plan.targets.tensors[name].held_by()[target.rank].pieces for name in tied if name in made}
         if len({(held[name], made[name]._replace(cells=(), target="")) for name in held}) > 1:
             raise aiote.UsageError(
-                f"{' and '.join(held)} are the same memory on target rank {target.rank}, and the recipe makes them of "
-                "different sources: list all but one as untouched"
+                f"{' and '.join(held)} are the same memory on target rank {target.rank}, but the recipe makes them of "
+                "different sources: list all but one of them as untouched"
             )
 
 
@@ -209,7 +209,7 @@ class _Sending:
     def _remote(self, to: WriteTarget) -> RemoteTensors:
         places = self.source.places.get(to.known) if to.places is None else to.places
         if places is None:
-            raise PlanMismatchError(f"rank {self.source.rank} has forgotten where tensors lie: prepare it once more")
+            raise PlanMismatchError(f"rank {self.source.rank} no longer knows where the tensors lie: prepare it again")
         return RemoteTensors(self.engine, to.address, to.regions, places, self.source.names[to.rank], "write")
 
     async def run(self) -> Sent:
@@ -450,9 +450,9 @@ class _ServedSource(SourceService):
         source, before = self._source, self._source.latest
         check_epoch(update, 0 if before is None else before.epoch)
         if source.latest is not None and update <= source.latest:
-            raise StaleUpdateError(f"{update} is no later than what rank {source.rank} has sent, {source.latest}")
+            raise StaleUpdateError(f"{update} is not later than {source.latest}, which rank {source.rank} has sent")
         if source.plan is None or source.digest != digest:
-            raise PlanMismatchError(f"rank {source.rank} has not the plan {digest.hex()[:16]}: prepare it once more")
+            raise PlanMismatchError(f"rank {source.rank} does not have the plan {digest.hex()[:16]}: prepare it again")
         source.latest = update
         try:
             with plain_errors():

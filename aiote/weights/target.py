@@ -128,7 +128,7 @@ class Target:
         """
         while (self.version if self.version is not None else -1) < version:
             if self.ended:
-                raise aiote.ClosedError("the target is closed, no version comes any more")
+                raise aiote.ClosedError("the target is closed, so no version can come any more")
             await self._changed.wait()
 
     def end(self) -> None:
@@ -150,7 +150,9 @@ class Target:
         other `versions`.
         """
         if self.versions != "gated":
-            raise aiote.UsageError(f'a window is opened with versions="gated", not {self.versions!r}')
+            raise aiote.UsageError(
+                f'window: the target has versions={self.versions!r}; only versions="gated" has windows'
+            )
         self._open = True
         self.change(self.state)
         try:
@@ -211,7 +213,7 @@ class Target:
                     if inspect.isawaitable(told):
                         await told
             except TimeoutError:
-                failures.append(TimeoutError(f"on_commit took longer than {self._limit} s"))
+                failures.append(TimeoutError(f"on_commit took longer than {self._limit} s (limit)"))
             except Exception as error:
                 failures.append(error)
 
@@ -264,7 +266,9 @@ class _ServedTarget(TargetService):
         target, mine = self._target, _Incoming(order.update)
         check_epoch(order.update, target.epoch)
         if len(order.written) != len(order.sources):
-            raise aiote.UsageError(f"{len(order.sources)} sources write to tensors, got those of {len(order.written)}")
+            raise aiote.UsageError(
+                f"the order lists {len(order.sources)} sources, but tensors for {len(order.written)}"
+            )
         written = [target.names_of(numbers) for numbers in order.written]
         target.check_apart(itertools.chain(*written))
         await self._displace(order.update)
@@ -315,13 +319,15 @@ class _ServedTarget(TargetService):
         while True:
             # Check again after each wait, because the update that had to make way may have been committed.
             if target.update is not None and update.version <= target.update.version:
-                raise StaleUpdateError(f"{update} is no later than what rank {target.rank} has, {target.update}")
+                raise StaleUpdateError(f"{update} is not later than {target.update}, which rank {target.rank} has")
             if update.epoch < target.epoch:
-                raise StaleUpdateError(f"{update} is of a controller before that of epoch {target.epoch}")
+                raise StaleUpdateError(f"{update} comes from an earlier controller than that of epoch {target.epoch}")
             if (current := target.current) is None:
                 return
             if update.epoch <= current.update.epoch:
-                raise StaleUpdateError(f"rank {target.rank} takes part in {current.update}; {update} is no later epoch")
+                raise StaleUpdateError(
+                    f"rank {target.rank} takes part in {current.update}, and {update} has no later epoch"
+                )
             current.abort(f"{current.update} makes way for {update}")
             await current.done.wait()
 

@@ -100,7 +100,9 @@ class Elements:
         try:
             found = boxes_between(self.shape, here, there)
         except UsageError as error:
-            raise RecordError(f"{self.name}: what the loader makes of it cannot be said: {error}") from None
+            raise RecordError(
+                f"{self.name}: the loader's result cannot be described as boxes of sources: {error}"
+            ) from None
         return tuple(part for box in found for piece in self._storage for part in _common(piece, *box))
 
     def copied(self) -> Elements:
@@ -136,7 +138,7 @@ def put_together(several: Sequence[Elements], at: int) -> Elements:
     first = several[0]
     if len({(_put(one.shape, at, 0), one.casts) for one in several}) != 1:
         made = ", ".join(f"{one.name} {' to '.join(one.casts)} {one.shape}" for one in several)
-        raise RecordError(f"{first.name}: the loader puts together tensors that differ in shape or type: {made}")
+        raise RecordError(f"{first.name}: the loader joins tensors that differ in shape or type: {made}")
     pieces: list[TracedBox] = []
     begin = 0
     for one in several:

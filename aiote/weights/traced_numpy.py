@@ -54,7 +54,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._read()
         if hasattr(np.ndarray, name):
             self._refuse(name)
-        raise RecordError(f"{self._elements.name}: the loader asks for {name}, which no numpy array has")
+        raise RecordError(f"{self._elements.name}: the loader uses {name}, which numpy arrays do not have")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse(f"setting {name}")

@@ -13,11 +13,11 @@ def needed() -> Any:
     try:
         import cupy
     except ImportError:
-        sys.exit(f"{name}: this needs cupy, and a GPU: pip install 'aiote[cuda]'")
+        sys.exit(f"{name}: this needs cupy and a GPU: pip install 'aiote[cuda]'")
     try:
         found = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # the runtime's own, which needs a driver to be imported
         sys.exit(f"{name}: this needs a GPU: {error}")
     if not found:
-        sys.exit(f"{name}: this needs a GPU, and there is none")
+        sys.exit(f"{name}: this needs a GPU, and cupy finds none")
     return cupy

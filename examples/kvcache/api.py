@@ -175,7 +175,11 @@ class Api:
         body = await web.body_of(request, kind)
         wanted = body.wanted(self._context)
         if len(self._calls) >= MOST_CALLS or len(self._front.tries) + len(wanted) > MOST_ANSWERS:
-            raise Refused(429, f"{len(self._calls)} requests are being served", code="rate_limit_exceeded")
+            raise Refused(
+                429,
+                f"{len(self._calls)} requests are being served, which is the limit; try again later",
+                code="rate_limit_exceeded",
+            )
         job = Job(self._front, body, wanted)
         if body.stream:
             return Answer(self._calls, job.stream, "text/event-stream")

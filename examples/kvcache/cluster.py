@@ -120,7 +120,7 @@ class Cluster:
             self._tell()
         status = await child.process.wait()
         self.children.remove(child)
-        LOG.info("%s has ended with status %d", child.name, status)
+        LOG.info("%s ended with status %d", child.name, status)
         if not child.draining:
             await self._replace(child, status)
         self._tell()

@@ -51,7 +51,7 @@ class Scores(msgspec.Struct, frozen=True, eq=False):
     def tokens(self, prompt: Sequence[int]) -> list[Token]:
         """Return the prompt's tokens with their log-probabilities. Raises PromptRefused where they are of another."""
         if self.ids.shape != self.values.shape or self.ids[:, :1].ravel().tolist() != list(prompt[1:]):
-            raise PromptRefused(f"log-probabilities of {self.ids.shape} tokens came for {len(prompt)}")
+            raise PromptRefused(f"log-probabilities of {self.ids.shape} tokens arrived for a prompt of {len(prompt)}")
         out = [Token(prompt[0])]
         for (number, *names), (own, *others) in zip(self.ids.tolist(), self.values.tolist(), strict=True):
             out.append(Token(number, own, tuple(zip(names, others, strict=True))))
@@ -201,9 +201,9 @@ class PrefillServer:
         """Compute a prompt and have it moved; return its log-probabilities if wanted. Raises PromptRefused."""
         most, vocabulary = self.settings.pool_pages * self.settings.page_tokens, self.cache.logits.shape[1]
         if tokens.ndim != 1 or not 0 < len(tokens) <= most or tokens.max() >= vocabulary:
-            raise PromptRefused(f"a prompt of {tokens.shape} tokens, 1 to {most} of the vocabulary are computed here")
+            raise PromptRefused(f"a prompt of {tokens.shape} tokens: expected 1 to {most} tokens of the vocabulary")
         if top is not None and not 0 <= top <= vocabulary:
-            raise PromptRefused(f"{top} of the likeliest tokens, there are {vocabulary}")
+            raise PromptRefused(f"the {top} likeliest tokens were asked for, and the vocabulary has {vocabulary}")
         self.running += 1
         outcome = "cancelled"
         try:

@@ -59,7 +59,9 @@ class Endpoint:
     async def answer(self, asked: Asked, emit: Emit) -> None:
         """Serve one request. Raises Refused where nothing was emitted yet."""
         if len(asked.tokens) + asked.max_tokens > self.context:
-            raise Refused(400, f"max_tokens: with the prompt at most {self.context}", param="max_tokens")
+            raise Refused(
+                400, f"max_tokens: prompt and answer may have {self.context} tokens together", param="max_tokens"
+            )
         self.requests += 1
         try:
             addresses = [aiote.Address.parse(address) for address in asked.prefillers]

@@ -237,7 +237,7 @@ class Front:
                 except NoMember as error:
                     reason = str(error)
                 await changed.wait()
-        raise Refused(503, f"{reason}; nobody came within {PATIENCE_S:.0f} s")
+        raise Refused(503, f"{reason}; no server was available within {PATIENCE_S:.0f} s")
 
 
 class Try:
@@ -305,14 +305,16 @@ class Try:
                 elif said.round is not None:
                     by = self._prefill.members[said.round - 1 : said.round]
                     if not by:
-                        raise ValueError(f"it names prefill server {said.round} of {len(self._prefill.members)}")
+                        raise ValueError(
+                            f"it names prefill server {said.round}, and there are {len(self._prefill.members)}"
+                        )
                     front.prefill.delivered(self._prefill, by[0], time.monotonic())
                 elif said.finish is not None:
                     front.decode.delivered(self._decode, self._server, time.monotonic())
                     return said.finish
                 else:
-                    raise ValueError("a line of its answer says nothing")
-        raise httpx.RemoteProtocolError("the answer has no end")
+                    raise ValueError("a line of its answer is empty")
+        raise httpx.RemoteProtocolError("the answer stopped before its end")
 
     def _refused(self, status: int, body: Refusal, headers: httpx.Headers) -> None:
         """Take note of whose fault it is, and raise Refused."""
@@ -322,7 +324,7 @@ class Try:
         elif whose:
             self._front.decode.failed(self._decode, self._server, now)
         if not 400 <= status < 600:
-            raise ValueError(f"it answers with status {status}")
+            raise ValueError(f"it answered with status {status}")
         error = body.error
         raise Refused(status, error.message, param=error.param, code=error.code, retry=whose)
 

@@ -112,7 +112,7 @@ class Load:
                 self.tally.tokens += len(said["choices"][0]["token_ids"])
                 finish = said["choices"][0]["finish_reason"]
         if finish is None:
-            raise ValueError("the answer has no end")
+            raise ValueError("the answer stopped before its end")
         self.tally.done += 1
 
 

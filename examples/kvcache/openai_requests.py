@@ -92,9 +92,9 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name, neutral in NEUTRAL.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
-                raise Refused(400, f"{name} is not done here", param=name, code="unsupported_parameter")
+                raise Refused(400, f"{name} is not supported; omit it", param=name, code="unsupported_parameter")
         if self.stream_options is not None and not self.stream:
-            raise Refused(400, "stream_options is for streams alone", param="stream_options", code="invalid_value")
+            raise Refused(400, "stream_options needs stream to be true", param="stream_options", code="invalid_value")
 
     def choices(
         self, prompt: tuple[int, ...], most: int | None, logprobs: int | None, context: int, echo: bool = False
@@ -138,10 +138,10 @@ class CompletionBody(Body, kw_only=True):
             given = list(self.prompt)
         kinds = {type(one) for one in given}
         if kinds not in ({str}, {list}) or not all(given if kinds == {list} else (True,)):
-            raise Refused(400, "prompt: a text, texts, tokens or lists of tokens expected", param="prompt")
+            raise Refused(400, "prompt: expected a text, texts, tokens or lists of tokens", param="prompt")
         out = [tuple(vocabulary.encode(one.encode()) if isinstance(one, str) else one) for one in given]
         if not all(0 <= token < vocabulary.VOCABULARY for one in out for token in one):
-            raise Refused(400, f"prompt: tokens from 0 to {vocabulary.VOCABULARY - 1} expected", param="prompt")
+            raise Refused(400, f"prompt: expected tokens from 0 to {vocabulary.VOCABULARY - 1}", param="prompt")
         return out
 
     def wanted(self, context: int) -> list[Completion]:
@@ -154,7 +154,9 @@ class CompletionBody(Body, kw_only=True):
         scored = bool(self.echo) and self.logprobs is not None
         prompts = self.prompts()
         if (count := len(prompts) * (self.n or 1)) > MOST_CHOICES:
-            raise Refused(400, f"prompt: {count} answers wanted, at most {MOST_CHOICES} are given", param="prompt")
+            raise Refused(
+                400, f"prompt: {count} answers were asked for, expected at most {MOST_CHOICES}", param="prompt"
+            )
         return [one for prompt in prompts for one in self.choices(prompt, most, self.logprobs, context, scored)]
 
 
@@ -211,7 +213,9 @@ class ChatBody(Body, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise Refused(400, "max_tokens and max_completion_tokens are the same thing", param="max_tokens")
+            raise Refused(
+                400, "max_tokens and max_completion_tokens are the same setting: give one", param="max_tokens"
+            )
         most = self.max_tokens or self.max_completion_tokens
         text = "".join(f"{message.role}: {message.text}\n" for message in self.messages) + "assistant: "
         prompt = tuple(vocabulary.encode(text.encode()))

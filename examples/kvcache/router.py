@@ -92,7 +92,7 @@ class Desk:
                 await anyio.sleep(self._watcher.period)
 
         if len(self._viewers) >= MOST_VIEWERS:
-            raise Refused(429, f"{MOST_VIEWERS} are watching")
+            raise Refused(429, f"{MOST_VIEWERS} viewers are connected, which is the limit")
         return Answer(self._viewers, produce, "text/event-stream")
 
     async def metrics(self, _: Request) -> Response:
@@ -110,10 +110,10 @@ class Desk:
         """Ask whoever started the router for other numbers of servers."""
         body = await web.body_of(request, Scale)
         if not self._scalable:
-            raise Refused(409, "start the servers with cluster.py to have them scaled")
+            raise Refused(409, "this router cannot scale servers: start them with cluster.py")
         wanted = {role: count for role, count in msgspec.to_builtins(body).items() if count is not None}
         if not wanted:
-            raise Refused(400, f'{{"prefill": n, "decode": m}} expected, each at most {MOST_SERVERS}')
+            raise Refused(400, f'expected {{"prefill": n, "decode": m}}, each at most {MOST_SERVERS}')
         tell(scale=wanted)
         return JSONResponse({"scale": wanted}, 202)
 

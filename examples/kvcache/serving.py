@@ -161,7 +161,7 @@ def engine_stats(engine: aiote.Engine) -> dict[str, Any]:
 def token() -> str:
     """Return the cluster's token. Raises DemoError where there is none."""
     if not os.environ.get(TOKEN):
-        raise DemoError(f"{TOKEN} is not set in the environment: give it the router's token")
+        raise DemoError(f"{TOKEN} is not set in the environment: set it to the router's token")
     return os.environ[TOKEN]
 
 

@@ -96,7 +96,7 @@ def application(routes: Sequence[Route]) -> Starlette:
         return Refused(error.status_code, f"{error.detail} ({request.method} {request.url.path})").response()
 
     def broken(_: Request, __: Exception) -> Response:
-        return Refused(500, "the server has failed; its log says how").response()
+        return Refused(500, "the server failed; its log has the error").response()
 
     handlers = {Refused: refused, HTTPException: unknown, Exception: broken}
     return Starlette(routes=routes, exception_handlers=handlers)
@@ -158,9 +158,9 @@ async def body_of(request: Request, kind: type[Body]) -> Body:
         async for part in request.stream():
             data += part
             if len(data) > BODY_BYTES:
-                raise Refused(413, f"the body has more than {BODY_BYTES} bytes")
+                raise Refused(413, f"the body has more than {BODY_BYTES} bytes, which is the limit")
         return _decoded(bytes(data), kind)
-    raise Refused(408, f"the body did not come within {BODY_S:.0f} s")
+    raise Refused(408, f"the body did not arrive within {BODY_S:.0f} s")
 
 
 def _decoded(data: bytes, kind: type[Body]) -> Body:
@@ -180,7 +180,7 @@ def _decoded(data: bytes, kind: type[Body]) -> Body:
     except RecursionError:
         raise Refused(400, "the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise Refused(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 class Answer(Response):
@@ -265,7 +265,7 @@ class Guard:
         """Answer; see ASGI."""
         request = Request(scope)
         if not self._ours(request.headers.get("host", "")):
-            refused = Refused(403, "Host is no name of this server", code="unknown_host")
+            refused = Refused(403, "the Host header is not a name of this server", code="unknown_host")
             await refused.response()(scope, receive, send)
         elif scope["path"] not in OPEN and not self._knows(self._given(request)):
             refused = Refused(401, "the token (API key) is missing or wrong", code="invalid_api_key")

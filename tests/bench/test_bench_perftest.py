@@ -119,7 +119,7 @@ esac
     [
         ("exit 0", "echo cannot bind; exit 1", "cannot bind"),
         ("echo no route; exit 3", "{listen}", "exit status 3: no route"),
-        ("echo hello", "{listen}", "no figures in what it said: 'hello'"),
+        ("echo hello", "{listen}", "no figures in its output: 'hello'"),
     ],
 )
 def test_a_perftest_that_fails_says_why(tmp_path, client, server, why):

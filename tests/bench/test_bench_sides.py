@@ -62,7 +62,7 @@ def pair(name="aiote", target=GOOD, initiator=GOOD, refuse="pass") -> Pair:
         ("print('nonsense', flush=True); input()", "not an answer"),
         ("print('[1]', flush=True); input()", r"\[1\]"),
         ('print(\'{"error": "no memory"}\', flush=True); input()', "odd: no memory"),
-        ("import time; time.sleep(60)", "no answer in 0 s"),
+        ("import time; time.sleep(60)", "no answer within 0 s"),
     ],
 )
 def test_what_is_no_answer_is_an_error_with_the_reason(program, why):

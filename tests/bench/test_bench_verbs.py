@@ -71,7 +71,7 @@ def test_the_raw_loops_run_over_several_rails():
 def test_a_device_that_does_not_exist_is_refused():
     done = bench("raw", "write", "--provider", "verbs", "--rails", "mlx5_99", *QUICK)
     assert done.returncode == 2
-    assert "'mlx5_99' is not here" in done.stderr
+    assert "'mlx5_99' does not exist" in done.stderr
 
 
 @pytest.mark.skipif(NONE_HERE.exists() and any(NONE_HERE.iterdir()), reason="there is an RDMA device")

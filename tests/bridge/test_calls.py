@@ -68,7 +68,7 @@ def test_a_coroutine_has_no_context_of_its_caller(bridge):
 
 @pytest.mark.parametrize("work", [None, value, lambda: 1], ids=["nothing", "function", "lambda"])
 def test_a_call_of_no_coroutine_is_refused(bridge, work):
-    with pytest.raises(aiote.UsageError, match="a coroutine is expected, as an async function returns it"):
+    with pytest.raises(aiote.UsageError, match="expected a coroutine, which a call of an async function returns"):
         bridge.call(work)
 
 

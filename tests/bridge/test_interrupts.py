@@ -32,7 +32,7 @@ pytestmark = [
     # What is interrupted before it has begun.
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
     # What is interrupted before its caller has it.
-    pytest.mark.filterwarnings("ignore:a registration of .* was dropped and not closed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:a registration of .* was garbage-collected without close:ResourceWarning"),
 ]
 
 
@@ -254,7 +254,7 @@ def given_back(bridge: bridges.Bridge, at: int) -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
 @pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.filterwarnings("ignore:.*was dropped and not closed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:.*was garbage-collected without close:ResourceWarning")
 def test_an_await_that_is_interrupted_at_any_step_is_over(bridge, loop, wait):
     async def main() -> int:
         for at in itertools.count():

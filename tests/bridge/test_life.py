@@ -285,7 +285,7 @@ def test_a_fork_leaves_the_engine_to_its_parent(loop):
         try:
             use()
         except aiote.UsageError as error:
-            assert "acquire one of the child's own after a fork" in str(error), error
+            assert "after a fork, acquire another one in the child" in str(error), error
         else:
             raise AssertionError("it was not refused")
 

@@ -95,14 +95,14 @@ def test_nothing_is_sent_to_what_is_no_wakeup_socket(address):
 
 
 SHARED = {
-    "nothing": (list, "it shared 0 descriptors, expected 2"),
-    "no ring": (lambda: [page()], "it shared 1 descriptors, expected 2"),
-    "more than there is": (lambda: [page(), ring_memory(), page()], "it shared 3 descriptors, expected 2"),
-    "more than can come": (lambda: [page() for _ in range(20)], "not all of it came"),
+    "nothing": (list, "the peer shared 0 descriptors, expected 2"),
+    "no ring": (lambda: [page()], "the peer shared 1 descriptors, expected 2"),
+    "more than there is": (lambda: [page(), ring_memory(), page()], "the peer shared 3 descriptors, expected 2"),
+    "more than can come": (lambda: [page() for _ in range(20)], "not all descriptors came"),
     "a page that could shrink": (lambda: [page(0), ring_memory()], "not sealed against shrinking"),
     "a short page": (lambda: [page(length=4096), ring_memory()], "has 4096 bytes"),
-    "a file": (lambda: [os.open(__file__, os.O_RDONLY), ring_memory()], "something that is no memory"),
-    "a socket": (lambda: [page(), socket.socket().detach()], "something that is no memory"),
+    "a file": (lambda: [os.open(__file__, os.O_RDONLY), ring_memory()], "a descriptor is not shared memory"),
+    "a socket": (lambda: [page(), socket.socket().detach()], "a descriptor is not shared memory"),
     "a ring that could shrink": (lambda: [page(), ring_memory(seals=0)], "not sealed against shrinking"),
     "a ring of a page": (lambda: [page(), page()], "the ring of the peer has"),
     "the two confused": (lambda: [ring_memory(), page()], "the wake-up page of the peer has"),

@@ -39,14 +39,14 @@ PIGEON = RailOffer(0, "pigeon", "carrier/1.0", "p0", 1)
 SAID_AT_ONCE = {
     "no rails": (offer(rails=()), [], "no rail in common"),
     "another rail": (offer(rails=(PIGEON,)), [], "no rail in common"),
-    "a pool of the size of the moon": (offer(message_bytes=2**32 - 1, pool=2**16 - 1), [], "pool of 65535 messages"),
-    "no pool": (offer(pool=0), [], "pool of 0 messages"),
+    "a pool of the size of the moon": (offer(message_bytes=2**32 - 1, pool=2**16 - 1), [], "it offers 65535 messages"),
+    "no pool": (offer(pool=0), [], "it offers 0 messages"),
     "messages of no length": (offer(message_bytes=0), [], "messages of 0 bytes"),
     "a storm of heartbeats": (offer(heartbeat_ms=1), [], "asks for a heartbeat every 1 ms"),
     "a channel from a rail that is not there": (
         offer(),
         [channel(rail_local=7)],
-        "channel of rails 7 and 0 out of turn",
+        "channel of rails 7 and 0 out of order",
     ),
     "a channel to a rail that is not there": (offer(), [channel(rail_remote=255)], "channel of rails 0 and 255"),
     "words without a seal": (offer(), [frame(encode(Heartbeat()), None)], "broke the protocol"),

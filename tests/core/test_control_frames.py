@@ -125,7 +125,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     [
         (Channel(256, 0, 0, b"", 0, 0, b""), "Channel.rail_local: 256 is outside 0 to 255"),
         (Channel(0, 0, -1, b"", 0, 0, b""), "Channel.generation"),
-        (Channel(0, 0, 0, b"x" * 257, 0, 0, b""), "Channel.address: at most 256"),
+        (Channel(0, 0, 0, b"x" * 257, 0, 0, b""), "Channel.address: expected at most 256"),
         (Channel(0, 0, 0, b"", 0, 0, b"x" * 129), "Channel.wakeup"),
         (EngineOffer(b"h" * 31, 1, 1, 1, (), HOME), "EngineOffer.host_id"),
         (EngineOffer(b"h" * 32, 2**32, 1, 1, (), HOME), "EngineOffer.message_bytes"),
@@ -166,10 +166,10 @@ def test_a_long_sentence_is_truncated_between_letters(letter: str, lead: int) ->
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        (b"\x17" + (513).to_bytes(2, "big") + b"x" * 513, "Bye.reason: at most 512"),
-        (b"\x11" + bytes(6) + (257).to_bytes(2, "big") + bytes(257 + 18), "Channel.address: at most 256"),
-        (b"\x10" + bytes(42) + b"\x11" + bytes(11) * 17, "EngineOffer.rails: 0 to 16 entries allowed, got 17"),
-        (b"\x10" + bytes(43) + (401).to_bytes(2, "big") + bytes(401), "EngineOffer.address: at most 400"),
+        (b"\x17" + (513).to_bytes(2, "big") + b"x" * 513, "Bye.reason: expected at most 512"),
+        (b"\x11" + bytes(6) + (257).to_bytes(2, "big") + bytes(257 + 18), "Channel.address: expected at most 256"),
+        (b"\x10" + bytes(42) + b"\x11" + bytes(11) * 17, "EngineOffer.rails: expected 0 to 16 entries, got 17"),
+        (b"\x10" + bytes(43) + (401).to_bytes(2, "big") + bytes(401), "EngineOffer.address: expected at most 400"),
     ],
 )
 def test_what_is_over_its_bound_is_malformed_though_it_is_whole(body: bytes, complaint: str) -> None:
@@ -222,7 +222,7 @@ def test_a_length_over_the_limit_is_refused_before_anything_follows(limit: int) 
     reader.feed((limit + 1).to_bytes(4, "big")[:3])
     assert reader.next(limit) is None
     reader.feed((limit + 1).to_bytes(4, "big")[3:])
-    with pytest.raises(ControlError, match=f"{limit + 1} bytes announced, 1 to {limit}"):
+    with pytest.raises(ControlError, match=f"a frame of {limit + 1} bytes, expected 1 to {limit}"):
         reader.next(limit)
     allowed = FrameReader()
     allowed.feed(limit.to_bytes(4, "big") + b"x" * limit)

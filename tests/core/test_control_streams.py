@@ -206,13 +206,13 @@ def test_a_frame_over_the_limit_is_refused_at_once(place: str, limit: int) -> No
     protocol = PLACES[place]()
     assert protocol.receive(limit.to_bytes(4, "big")) == []
     protocol = PLACES[place]()
-    with pytest.raises(ControlError, match=f"{limit + 1} bytes announced"):
+    with pytest.raises(ControlError, match=f"announces a frame of {limit + 1} bytes"):
         protocol.receive((limit + 1).to_bytes(4, "big"))
 
 
 def test_a_web_browser_gets_an_answer_that_tells() -> None:
     both = Pair()
-    with pytest.raises(ControlError, match="bytes announced"):
+    with pytest.raises(ControlError, match="announces a frame"):
         both.right.receive(b"GET / HTTP/1.1\r\n\r\n")
     answer = decode(both.right.data_to_send()[4:])
     assert isinstance(answer, Refused)

@@ -88,7 +88,7 @@ def test_malformed_parts_are_refused(change: dict[str, Any], complaint: str) -> 
 def test_every_truncation_and_extension_is_refused() -> None:
     whole = bytes(PLAIN)
     for stop in range(len(whole)):
-        with pytest.raises(UsageError, match="not the bytes of a region descriptor"):
+        with pytest.raises(UsageError, match="not a region descriptor"):
             RegionDescriptor.from_bytes(whole[:stop])
     with pytest.raises(UsageError, match="too many"):
         RegionDescriptor.from_bytes(whole + b"\0")

@@ -68,7 +68,7 @@ def test_an_acknowledgement_may_come_before_what_it_acknowledges() -> None:
     counts = ChannelCounts()
     counts.arrive(5)
     counts.ack_counts([(5, 3)])
-    with pytest.raises(FailoverError, match="acknowledged 2 posts of the immediate 0x5 more than came"):
+    with pytest.raises(FailoverError, match="acknowledged 2 posts of the immediate 0x5 more than arrived"):
         counts.arrivals()
     counts.arrive(5)
     counts.arrive(5)

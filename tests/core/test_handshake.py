@@ -247,7 +247,7 @@ def test_nonces_are_fresh_by_default() -> None:
     ("parts", "complaint"),
     [
         ({"identity": b"short"}, "identity: exactly 16"),
-        ({"identity": bytes(16)}, "identity: zeros mean anyone"),
+        ({"identity": bytes(16)}, "identity: all zeros mean any engine"),
         ({"incarnation": -1}, "incarnation"),
         ({"cluster_key": b""}, "cluster_key"),
         ({"cluster_key": "text"}, "cluster_key"),

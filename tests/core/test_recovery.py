@@ -226,5 +226,5 @@ def test_more_gaps_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -
     taken = MessageNumbers()
     taken.arrive(2)
     taken.arrive(4)
-    with pytest.raises(FailoverError, match="missing between others"):
+    with pytest.raises(FailoverError, match="missing between messages that arrived"):
         taken.arrive(6)

@@ -69,7 +69,7 @@ def test_arbitrary_bytes_give_facts_or_an_error_that_names_the_child(data):
 
 @pytest.mark.parametrize("line", [b"", b"17", b"[]", b'{"a": 1}}', b'{"a": 1', b"\xff"])
 def test_a_malformed_fact_is_refused(line):
-    with pytest.raises(DemoError, match="no JSON object"):
+    with pytest.raises(DemoError, match="not a JSON object"):
         heard(line + b"\n")
 
 

@@ -80,7 +80,7 @@ async def test_tokens_and_checksum_of_an_answer_are_kept(traces_of):
 async def test_a_malformed_message_ends_a_run(traces_of):
     with pytest.raises(ExceptionGroup) as told:
         await traces_of([{"request": 0, "tokens": 7}])
-    assert told.group_contains(DemoError, match="the decoder wrote .*no message")
+    assert told.group_contains(DemoError, match="the decoder wrote .*not a message")
 
 
 async def test_a_child_that_does_not_report_fails_the_run(traces_of):

@@ -85,7 +85,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path, value):
     content = tensors()
     content["layers.1.value"][0, 0, 0] = value
     save_file(content, path)
-    with pytest.raises(DemoError, match=r"layers\.1\.value holds a value that is not finite"):
+    with pytest.raises(DemoError, match=r"layers\.1\.value contains a value that is not finite"):
         weights.load(path)
 
 

@@ -61,14 +61,14 @@ async def test_the_greater_incarnation_has_the_name(registry):
         async with old.join(member("a", 5)) as registration:
             await until_told(events, ("joined", "a"))
             for incarnation in (4, 5):
-                why = "incarnation 5" if isinstance(new, EtcdRegistry) else "another engine, which is connected"
+                why = "incarnation 5" if isinstance(new, EtcdRegistry) else "another connected engine"
                 with pytest.raises(RegistryError, match=why):
                     async with new.join(member("a", incarnation)):
                         pass
             if not isinstance(new, EtcdRegistry):
                 # The embedded registry knows whose a name is, and that engine is connected.
                 for incarnation in (6, (1 << 64) - 1):
-                    with pytest.raises(RegistryError, match="another engine, which is connected, holds the name"):
+                    with pytest.raises(RegistryError, match="another connected engine holds the name"):
                         async with new.join(member("a", incarnation)):
                             pass
                 assert not registration.lost

@@ -64,4 +64,4 @@ def test_a_folder_without_a_site_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["check_site.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "`make docs` builds the site" in capsys.readouterr().err
+    assert "build the site with `make docs`" in capsys.readouterr().err

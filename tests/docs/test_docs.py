@@ -95,6 +95,15 @@ def test_every_page_is_in_the_site():
     assert {page.stem for page in PAGES[1:]} - {"index"} <= listed
 
 
+def test_the_glossary_explains_each_term_once_in_order():
+    table = rows((ROOT / "docs" / "glossary.md").read_text(), "Term")
+    terms = [row[0].replace("`", "").casefold() for row in table]
+    assert terms == sorted(set(terms))
+    for term, meaning, explained in table:
+        assert meaning.endswith("."), term
+        assert LINK.findall(explained), term
+
+
 def test_every_how_to_page_is_in_its_index():
     index = HOW_TO[0].parent / "index.md"
     listed = set(re.findall(r"^\| \[[^\]]*\]\(([\w-]+)\.md\)", index.read_text(), re.MULTILINE))

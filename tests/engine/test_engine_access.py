@@ -103,7 +103,7 @@ async def test_an_access_of_another_name_is_refused(wrong):
 async def test_read_only_memory_is_not_opened_for_writing():
     """Opening nothing, it would be taken for a local one, which a lease opens for reading."""
     async with opened("socket") as engine:
-        with pytest.raises(aiote.UsageError, match="access='write' of read-only memory"):
+        with pytest.raises(aiote.UsageError, match="the memory is read-only, so peers cannot write"):
             engine.register(b"constant", "write")
         lender = bytearray(b"lent")
         with pytest.raises(aiote.UsageError):

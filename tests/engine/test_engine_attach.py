@@ -45,7 +45,7 @@ async def test_a_lease_that_its_owner_has_revoked_is_refused():
         await user.write(user.register(bytes(SIZE)), remote)
         await lease.revoke()
         await until(lambda: peer.has_revoked(remote.lease))
-        with pytest.raises(aiote.UsageError, match=f"was lent by lease {remote.lease}, which its owner has revoked"):
+        with pytest.raises(aiote.UsageError, match=f"has revoked its lease {remote.lease}; ask for a new descriptor"):
             user.attach(descriptor, owner=peer)
         async with region.lease(slice(0, SIZE), user.address) as another:
             user.attach(another.descriptor, owner=peer)

@@ -66,7 +66,7 @@ def test_defaults_are_valid_and_frozen():
         ({"heartbeat_interval": 3.0, "heartbeat_timeout": 3.0}, "must be smaller than heartbeat_timeout=3.0"),
         ({"progress": "polling"}, "progress='polling': expected 'adaptive' or 'thread'"),
         ({"identity": b"short"}, "identity has 5 bytes, expected 16"),
-        ({"cluster_key": b"short"}, "cluster_key has 5 bytes; at least 16 are needed"),
+        ({"cluster_key": b"short"}, "cluster_key has 5 bytes: expected at least 16"),
         ({"cluster_key": KEY.decode()}, "cluster_key must be bytes, got str"),
         ({"identity": "0123456789abcdef"}, "identity must be bytes, got str"),
         ({"host": "0.0.0.0"}, "host='0.0.0.0' without a cluster_key: .*listens on loopback only.*AIOTE_CLUSTER_KEY"),
@@ -258,7 +258,7 @@ async def test_a_processor_that_is_not_there_is_refused():
 @pytest.mark.libfabric
 async def test_a_second_libfabric_in_one_process_is_refused(tmp_path):
     async with opened("tcp"):
-        with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* use one library a process"):
+        with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* a process can use one"):
             await opened("tcp", libfabric=str(tmp_path / "libfabric.so.1"))
 
 

@@ -32,7 +32,7 @@ START = """
         try:
             call()
         except aiote.UsageError as error:
-            assert "belongs to the parent process: open one of the child's own after a fork" in str(error), error
+            assert "belongs to the parent process: after a fork, open another one in the child" in str(error), error
         else:
             raise AssertionError("it was not refused")
 

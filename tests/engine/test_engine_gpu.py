@@ -35,7 +35,7 @@ async def test_a_region_says_where_its_memory_is_and_how_each_rail_reaches_it():
         assert (own.device, {found.way for found in own.reach.values()}) == ("cpu", {"direct"})
         told = [event.details for event in events if event.name == "memory.staged"]
         assert [(each["rail"], each["device"]) for each in told] == [(name, "cuda:1") for name in ways]
-        assert all("pinned memory of the host" in str(each["reason"]) for each in told)
+        assert all("pinned host memory" in str(each["reason"]) for each in told)
 
 
 @pytest.mark.parametrize(("path", "says"), [("/none/libcuda.so.1", "cannot open shared object"), ("libc.so.6", "R525")])

@@ -87,7 +87,7 @@ def test_a_half_without_a_row_that_is_long_enough_is_an_error():
             return imm & 0xFF == 1
 
     grants = ImmediateGrants(Odd())
-    with pytest.raises(aiote.UsageError, match="no 65536 immediates in a row are free"):
+    with pytest.raises(aiote.UsageError, match="65536 consecutive immediates are not free"):
         grants.block(LONGEST)
     assert FIRST <= grants.single() < END
 
@@ -95,7 +95,7 @@ def test_a_half_without_a_row_that_is_long_enough_is_an_error():
 @pytest.mark.parametrize("count", [0, -1, LONGEST + 1, 1.5, "7", None])
 async def test_a_wrong_number_is_refused(count):
     async with opened("sim") as engine:
-        with pytest.raises(aiote.UsageError, match="expected how many, an integer from 1 to 2[*][*]16"):
+        with pytest.raises(aiote.UsageError, match="expected the number of immediates, an integer from 1 to 2[*][*]16"):
             engine.reserve_immediates(count)
 
 

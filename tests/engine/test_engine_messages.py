@@ -278,7 +278,7 @@ async def test_messages_have_one_listener_and_its_end_leaves_the_next_alone():
                 heard.append(message.data)
 
         stop = right.listen_messages(hear, lambda: None)
-        with pytest.raises(aiote.UsageError, match="have a listener already"):
+        with pytest.raises(aiote.UsageError, match="has a listener already"):
             right.listen_messages(lambda: None, lambda: None)
         await left.send(right.address, b"one")
         await until(lambda: heard == [b"one"])

@@ -262,9 +262,9 @@ async def test_bad_pages_are_refused(indices, page_bytes, stride, offset, says):
 async def test_pages_that_do_not_match_are_refused():
     async with linked("tcp") as (left, right):
         local, remote = left.register(bytearray(100)), across(left, right, bytearray(100))
-        with pytest.raises(aiote.UsageError, match="2 source pages, but 3 target pages; page i goes to page i"):
+        with pytest.raises(aiote.UsageError, match="2 source pages, but 3 target pages: expected as many"):
             left.submit_write_pages(aiote.Pages(local, [0, 1], 8), aiote.Pages(remote, [0, 1, 2], 8))
-        with pytest.raises(aiote.UsageError, match="source pages of 8 bytes, target pages of 9; they must agree"):
+        with pytest.raises(aiote.UsageError, match="source pages of 8 bytes, target pages of 9: expected one length"):
             left.submit_write_pages(aiote.Pages(local, [0], 8), aiote.Pages(remote, [0], 9))
         with pytest.raises(aiote.UsageError, match=r"src\.region must be a Region"):
             left.submit_write_pages(aiote.Pages(remote, [0], 8), aiote.Pages(remote, [0], 8))

@@ -374,7 +374,7 @@ async def test_wrong_targets_are_refused():
         region, remote = here.targets[0]
         frozen = across(here.hub, here.others[0], b"read-only")
         cases = {
-            "not of the group": ScatterTarget(region, across(here.hub, stranger, bytearray(8))),
+            "outside the group": ScatterTarget(region, across(here.hub, stranger, bytearray(8))),
             "expected ScatterTarget": 7,
             "Region as source": ScatterTarget(b"raw", remote),
             "another engine": ScatterTarget(stranger.register(b"8 bytes."), remote),

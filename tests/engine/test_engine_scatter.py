@@ -195,8 +195,8 @@ async def test_bad_targets_are_refused_before_anything_is_posted():
         theirs = across(hub, others[1], bytearray(8))
         good = ScatterTarget(region, mine)
         cases = {
-            "not of the group": ScatterTarget(region, theirs),
-            "8 bytes to write to 4": ScatterTarget(region, mine[:4]),
+            "outside the group": ScatterTarget(region, theirs),
+            "a source of 8 bytes and a destination of 4": ScatterTarget(region, mine[:4]),
             "expected ScatterTarget": 7,
             "Region as source": ScatterTarget(b"raw", mine),
             "another engine": ScatterTarget(others[1].register(b"8 bytes."), mine),

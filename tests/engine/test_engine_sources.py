@@ -89,7 +89,7 @@ async def test_nobody_inherits_what_a_lost_source_might():
 async def test_a_block_that_is_closed_or_has_no_sources_names_none():
     async with opened("sim") as hub, opened("sim") as other:
         block = hub.reserve_immediates(2)
-        with pytest.raises(aiote.UsageError, match="reserve them with sources"):
+        with pytest.raises(aiote.UsageError, match="reserve it with sources"):
             block.allow(other.address)
         named = hub.reserve_immediates(2, ())
         named.close()

@@ -163,7 +163,7 @@ async def test_read_only_memory_is_no_destination(provider):
             lambda: left.submit_write_imm(local, remote, 1),
             lambda: left.submit_write_pages(aiote.Pages(local, [0], 8), aiote.Pages(remote, [0], 8)),
         ):
-            with pytest.raises(aiote.UsageError, match="the remote memory is read-only: its owner registered it so"):
+            with pytest.raises(aiote.UsageError, match="the remote memory is read-only: its owner must register"):
                 verb()
         with pytest.raises(aiote.UsageError, match="the local memory is read-only, so it cannot be a destination"):
             left.submit_read(across(left, right, bytearray(8)), left.register(b"12345678"))
@@ -217,8 +217,8 @@ async def test_a_peer_of_another_engine_is_refused():
         (lambda e, r, m: e.submit_write_imm(None, m, "x"), "the immediate is 'x', expected an integer"),
         (lambda e, r, m: e.submit_read(r, r), "src_remote must be a RemoteRegion"),
         (lambda e, r, m: e.submit_read(m, m), "dst_local must be a Region of this engine"),
-        (lambda e, r, m: e.submit_send(5, b""), r"a Peer, an Address or its text is expected, got int"),
-        (lambda e, r, m: e.submit_send("there", b""), r"'there': no port number behind the host"),
+        (lambda e, r, m: e.submit_send(5, b""), r"expected a Peer, an Address or its text, got int"),
+        (lambda e, r, m: e.submit_send("there", b""), r"'there': no port number after the host"),
         (lambda e, r, m: e.submit_send(m.owner, "text"), "the payload must be bytes or a buffer, got str"),
         (lambda e, r, m: e.submit_send(m.owner, np.array([None])), "ndarray of object: its elements are pointers"),
         (lambda e, r, m: e.submit_send(m.owner, np.ma.zeros(2)), "MaskedArray has a mask"),

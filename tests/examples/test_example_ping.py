@@ -47,7 +47,7 @@ WRONG = [
     (["--count", "0"], 2, "'0' is not a positive number"),
     (["--size", "x"], 2, "'x' is not a positive number"),
     (["--listen", "--connect", "aiote://127.0.0.1:1"], 2, "--listen and --connect"),
-    (["--once"], 2, "--once goes with --listen"),
+    (["--once"], 2, "--once needs --listen"),
     (["--connect", "nowhere"], 1, "'nowhere'"),
     (["--connect", "aiote://127.0.0.1:1"], 1, "its control port cannot be reached"),
     (["--listen", "0.0.0.0"], 1, "loopback only"),

@@ -85,7 +85,7 @@ WRONG = [
     (["receive", "nowhere"], 2, "'nowhere' is not a folder"),
     (["send", "nothing", "aiote://127.0.0.1:1"], 2, "'nothing' is not a file"),
     (["send", ".", "aiote://127.0.0.1:1"], 2, "'.' is not a file"),
-    (["send", "out", "127.0.0.1"], 2, "no port number behind the host"),
+    (["send", "out", "127.0.0.1"], 2, "no port number after the host"),
     (["send", "out", "aiote://127.0.0.1:1"], 1, "its control port cannot be reached"),
     (["receive", ".", "--host", "0.0.0.0"], 1, "loopback only"),
     (["--provider", "smoke", "receive", "."], 1, "smoke"),

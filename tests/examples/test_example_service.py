@@ -49,4 +49,4 @@ def test_a_peer_that_serves_nothing_is_named(start):
     other = start("ping.py", "--listen")
     client = start("client.py", other.address(), "word", AIOTE_CONNECT_TIMEOUT="3")
     assert client.end() == 1
-    assert "answered nothing within connect_timeout; does it run aiote.service.serve?" in client.err
+    assert "did not answer within connect_timeout; does it run aiote.service.serve?" in client.err

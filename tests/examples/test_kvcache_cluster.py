@@ -217,7 +217,7 @@ def test_a_drained_prefiller_finishes_what_it_has(cluster):
         assert len(answer.result()) == 4
     after = cluster.until_idle()
     assert (after["requests"]["retried"], counted(after, "decode", "failovers")) == (0, 0)
-    cluster.program.until(lambda: f"{busy['name']} has ended with status 0" in cluster.program.err, "end")
+    cluster.program.until(lambda: f"{busy['name']} ended with status 0" in cluster.program.err, "end")
     cluster.until_members(2, 2)
 
 

@@ -112,7 +112,7 @@ def test_a_body_that_takes_long_is_refused(web, soon):
 
     answer = asked(web, ask)
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("the body did not come")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("the body did not arrive")
 
 
 def test_a_body_that_ends_at_no_length_is_refused(web):

@@ -68,7 +68,7 @@ def test_kernels_are_kept_in_the_users_cache_folder(environment, folder):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "no command"),
+        ([], "expected a command"),
         (["--nics", "101", "--", "true"], "--nics: from 0 to 100"),
         (["--how", "xen"], "invalid choice"),
     ],
@@ -253,7 +253,7 @@ def test_folders_that_may_not_be_written_through_are_refused(tmp_path):
     kernel.home(tmp_path, "linux-source").mkdir()
     ask = ["--how", "uml", "--cache", str(tmp_path), "--rw"]
     assert "--rw gone: there is no such folder" in refused(guest(*ask, "gone", "--", "true", cwd=tmp_path))
-    assert "all of / would be written" in refused(guest(*ask, str(tmp_path), "--", "true", cwd=Path("/")))
+    assert "would write through to all of /" in refused(guest(*ask, str(tmp_path), "--", "true", cwd=Path("/")))
 
 
 def test_a_driver_that_the_kernel_has_not_is_refused(tmp_path):

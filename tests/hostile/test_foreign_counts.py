@@ -80,7 +80,7 @@ async def test_a_member_that_counts_too_often_breaks_its_round(on_loss, kind, pl
         if on_loss == "raise":
             assert len(failed) == len(groups), failed
         else:
-            assert "counted more writes than it owes" in victim.membership.masked[1]
+            assert "sent more writes than it owes" in victim.membership.masked[1]
             assert victim.membership.takes_part(2)
 
 

@@ -32,7 +32,7 @@ def test_members_are_their_engine_s_whatever_its_sessions_are():
         return table.keep((owner, session), 1, 1.0, [member(name) for name in names], 0.0, owner)
 
     assert keep("liar", 1, "a", "b", "c") == {}
-    assert "has its 5 members" in keep("liar", 2, "d", "e", "f")["f"]
+    assert "has 5 members already" in keep("liar", 2, "d", "e", "f")["f"]
     assert len(roster.known) == 5
     for session in range(3, 2 * SESSIONS_EACH):
         keep("liar", session)
@@ -58,10 +58,10 @@ def test_a_name_is_its_engine_s_as_long_as_that_is_connected():
     table = LeaseTable(roster := Roster(), limit=9, connected=lambda owner: owner in there)
     assert table.keep(1, 1, 1.0, [member("a", 5)], 0.0, "honest") == {}
     largest = member("a", (1 << 64) - 1)
-    assert "which is connected, holds the name" in table.keep(2, 1, 1.0, [largest], 0.0, "liar")["a"]
+    assert "connected engine holds the name" in table.keep(2, 1, 1.0, [largest], 0.0, "liar")["a"]
     # Its own next run takes it, and another's once it is gone.
     assert table.keep(3, 1, 1.0, [member("a", 6)], 0.0, "honest") == {}
-    assert "incarnation 6 of another engine" in table.keep(4, 1, 1.0, [member("a", 6)], 0.0, "honest")["a"]
+    assert "with incarnation 6" in table.keep(4, 1, 1.0, [member("a", 6)], 0.0, "honest")["a"]
     there.clear()
     assert table.keep(2, 2, 1.0, [member("a", 7)], 0.0, "successor") == {}
     assert roster.known["a"].incarnation == 7
@@ -75,7 +75,7 @@ def test_a_name_goes_to_an_engine_whose_clock_is_behind_and_not_back_to_an_earli
 
     assert keep(1, "killed", 900) == {}
     assert keep(2, "behind", 5) == {}
-    assert "incarnation 900 of another engine holds the name, or has lost it" in keep(3, "killed", 900)["a"]
+    assert "another engine holds the name, or this one lost it, with incarnation 900" in keep(3, "killed", 900)["a"]
     assert keep(4, "behind again", 3) == {}
     assert keep(5, "behind", 5).keys() == {"a"}
     assert keep(6, "killed", 901) == {}  # its next life
@@ -148,7 +148,7 @@ class Polite(service.Service):
 async def test_a_client_takes_no_more_members_than_may_be(monkeypatch):
     monkeypatch.setattr(embedded, "MOST_KNOWN", 40)
     async with opened("sim") as there, service.serve(there, Talkative(), Polite()), client(there.address) as registry:
-        await until(lambda: "tells of more than 40 members" in registry.failure)
+        await until(lambda: "lists more than 40 members" in registry.failure)
         assert len(registry.members()) == 40
         assert not registry.in_touch
 

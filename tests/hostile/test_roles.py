@@ -55,7 +55,7 @@ async def test_named_engines_and_predicates():
                 await service.client(leader, there.address, Ordered).order()
             assert await service.client(other, there.address, Ordered).order() == 1
         for nobody in ([], ["aiote://127.0.0.1:1"]):
-            with pytest.raises(aiote.UsageError, match="addresses with an identity expected"):
+            with pytest.raises(aiote.UsageError, match="expected addresses with an identity"):
                 service.Callers(there, nobody, "leader")
 
 
@@ -66,7 +66,7 @@ async def test_where_others_than_the_own_host_call_nobody_has_a_role_by_default(
         with pytest.raises(aiote.UsageError, match="leaders: the engine has a cluster key"):
             Worker(consumer)
         for serving in (serve_source(engine, LAYOUT, 0, arrays), serve_target(engine, LAYOUT, 0, arrays)):
-            with pytest.raises(aiote.UsageError, match='controllers: .*give the addresses .*"first"'):
+            with pytest.raises(aiote.UsageError, match='controllers: .*give their addresses .*"first"'):
                 async with serving:
                     pass
         Worker(consumer, "first")

@@ -60,7 +60,7 @@ async def test_answers_that_nobody_takes_are_bounded_in_bytes():
         assert ITEM_BYTES < most <= 1024 * (ITEM_BYTES + 1000)
         # Which of the two the liar hears of first depends on what it is doing.
         reason = await peer.wait_closed()
-        assert "it does not take the answers to its calls" in reason or "Connection reset by peer" in reason
+        assert "it does not read the answers to its calls" in reason or "Connection reset by peer" in reason
         await until(lambda: not budget.waiting and not server.running)
 
 
@@ -147,5 +147,5 @@ async def test_calls_before_the_greeting_are_charged():
         frames: list[Frame] = [CallFrame(slot, 1, "Waiting/1.wait", 0.0, b"x" * 8000, []) for slot in range(9)]
         for frame in frames:
             liar.submit_send(peer, pack([frame]))
-        assert "calls without a greeting" in await peer.wait_closed()
+        assert "calls arrived before the handshake" in await peer.wait_closed()
         await until(lambda: not CallEndpoint.of(there).budget.waiting)

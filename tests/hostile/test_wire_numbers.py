@@ -92,7 +92,7 @@ def test_a_number_without_bounds_is_found():
 
 @pytest.mark.parametrize("left", [math.nan, math.inf, -math.inf, -0.1, 2 * MAX_LEFT_S])
 def test_a_deadline_that_no_timer_takes_is_no_frame(left):
-    with pytest.raises(ValueError, match="no frames: Expected `float`"):
+    with pytest.raises(ValueError, match="not frames of calls: Expected `float`"):
         unpack(pack([CallFrame(0, 1, "X/1.x", left, b"\x90", [])]))
 
 

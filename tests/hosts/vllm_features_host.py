@@ -104,4 +104,4 @@ def test_what_the_cpu_build_cannot_do_without_a_connector_either(tmp_path, what)
 
 
 def test_a_cache_of_states_is_refused_by_name(tmp_path):
-    assert "a cache of MambaSpec is not transferred yet" in error(tmp_path, "states", transfer_config("kv_both"), {})
+    assert "does not support a cache of MambaSpec" in error(tmp_path, "states", transfer_config("kv_both"), {})

@@ -193,5 +193,5 @@ class View:
 def test_what_is_no_memory_is_refused(wrong):
     array = Adopted(np.zeros((4, 4), np.uint8))
     array.__cuda_array_interface__ |= wrong
-    with pytest.raises(aiote.UsageError, match="positive ones are expected"):
+    with pytest.raises(aiote.UsageError, match="expected positive ones"):
         gpu_array(array)

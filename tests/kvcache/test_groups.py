@@ -72,9 +72,9 @@ async def test_a_request_fails_on_all_ranks_and_its_second_try_arrives(reads):
 async def test_rows_that_do_not_fit_are_refused_by_the_leader_or_a_rank():
     async with led() as (w, group):
         _, there = w.rows(TOKENS)
-        with pytest.raises(aiote.UsageError, match="of 2 ranks are expected, got those of 1"):
+        with pytest.raises(aiote.UsageError, match="expected one dict for each of 2 ranks, got 1"):
             await group.receive(w.places, "r", tokens=TOKENS, rows=[there])
-        with pytest.raises(aiote.UsageError, match="19 tokens are to be moved.* ends at token 8 "):
+        with pytest.raises(aiote.UsageError, match="ends at token 8 of 19"):
             await group.receive(w.places, "r", tokens=TOKENS, rows={0: PageRow([4, 5])})
 
 

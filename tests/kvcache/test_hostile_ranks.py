@@ -98,10 +98,10 @@ async def lying(how: str, rows: dict[int, PageRow], reader: aiote.Engine) -> Asy
 
 LIES = {
     "no memory": "gives 0 memories",
-    "no page": "does not say where",
-    **{how: rf"liar 0\.0 gives no memory of its cache to read: .*{text}" for how, text in WRONG.items()},
-    "revoked": "which its owner has revoked",
-    "garbage": r"liar 0\.0 gives no memory of its cache",
+    "no page": "did not say where",
+    **{how: rf"liar 0\.0 lends no memory of its cache to read: .*{text}" for how, text in WRONG.items()},
+    "revoked": "has revoked its lease",
+    "garbage": r"liar 0\.0 lends no memory of its cache",
     "no cache": "describes a cache that cannot be: liar",
 }
 
@@ -121,7 +121,7 @@ async def test_a_rank_that_lies_fails_its_own_request_alone(how):
         await served(w, group, TOKENS, "r", here, there)
 
 
-SILENCES = {"open": "the handshake with .* has not ended", "push": "no layer", "pull": "no layer", "finish": "no layer"}
+SILENCES = {"open": "the handshake with .* did not end", "push": "no layer", "pull": "no layer", "finish": "no layer"}
 
 
 @pytest.mark.parametrize("call", SILENCES)

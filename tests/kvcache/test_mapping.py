@@ -205,11 +205,11 @@ def test_a_cache_of_arrays_is_what_their_strides_say():
     ("change", "text"),
     [
         ({"offset": 100}, "ends at byte"),
-        ({"memory": 1}, "memory 1 of 1"),
+        ({"memory": 1}, "names memory 1, and there are 1"),
         ({"head_stride": 3}, "a stride of 3"),
         ({"page_stride": 30}, "a stride of 30"),
-        ({"layer": 1}, "comes twice"),
-        ({"tokens": 2}, "its group has pages"),
+        ({"layer": 1}, "was added twice"),
+        ({"tokens": 2}, "its group also has pages"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(change, text):

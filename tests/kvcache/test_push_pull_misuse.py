@@ -52,7 +52,7 @@ async def test_rows_that_are_replaced_by_pages_that_a_cache_has_not_are_refused(
 async def test_a_row_that_ends_before_the_last_token_is_refused(reads, tokens, row, ends):
     async with world("sim", Side(), Side(), MODEL) as w:
         receiving = w.consumers[0].receive(w.places, "r", tokens=tokens, rows={0: row}, reads=reads)
-        with pytest.raises(aiote.UsageError, match=f"{tokens} tokens are to be moved.* group 0 ends at token {ends} "):
+        with pytest.raises(aiote.UsageError, match=f"group 0 ends at token {ends} of {tokens}, "):
             await receiving.__aenter__()
         assert not w.consumers[0]._links._groups
 
@@ -77,7 +77,7 @@ async def test_a_producer_refuses_a_row_that_ends_before_the_last_token():
         group.start_soon(prefill, w.producers[0], "r", TOKENS, here, 1)
         (link,) = await w.consumers[0]._links.group(w.places, reads=False)
         rows = rows_to({0: PageRow(there[0].pages[:3])})
-        with pytest.raises(aiote.AioteError, match="19 tokens are to be moved.* group 0 ends at token 12 "):
+        with pytest.raises(aiote.AioteError, match="group 0 ends at token 12 of 19"):
             async for _ in link.client.push(PushRequest(link.session, "r", TOKENS, 0, rows)):
                 raise AssertionError
 
@@ -159,7 +159,7 @@ async def test_a_session_that_was_forgotten_is_opened_anew(reads):
         await w.consumers[0].connect(w.places, reads=reads)
         for _ in range(MOST_SESSIONS):
             await w.consumers[0]._links._open(w.places, reads)
-        with pytest.raises(TransferRefused, match="no session"):
+        with pytest.raises(TransferRefused, match="of this peer does not exist"):
             await decode(w, w.consumers[0], "r", TOKENS, there, reads)
         await served(w, group, TOKENS, "again", here, there, reads)
 

@@ -78,7 +78,7 @@ async def test_what_is_no_such_array_is_refused():
         for x, why in (
             ([[0] * 16] * 6, "expected"),
             (np.zeros((6, 16), np.float64), "got float64"),
-            (np.zeros((16, 6), np.uint8).T, "must lie together"),
+            (np.zeros((16, 6), np.uint8).T, "expected contiguous rows"),
             (np.zeros((6, 16), np.uint8)[::-1], "negative"),
         ):
             with pytest.raises(aiote.UsageError, match=why):

@@ -40,7 +40,7 @@ def test_a_thread_makes_rounds_of_a_group_on_a_bridge():
             end()
             assert (out == reference(CONFIG, given)).all()
         held.close()
-        with pytest.raises(aiote.UsageError, match="is not this engine's address"):
+        with pytest.raises(aiote.UsageError, match="expected this engine's address"):
             HeldGroup(bridge, ["aiote://127.0.0.1:9/" + "ab" * 16 + "." + "cd" * 8], 0, CONFIG)
         with HeldGroup(bridge, [bridge.engine.address], 0, CONFIG) as again:
             assert again.moe.epoch == 1

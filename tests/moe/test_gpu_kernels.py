@@ -258,11 +258,11 @@ def test_an_aborted_round_touches_nothing(place):
 def test_arrays_that_kernels_cannot_take_are_refused(place):
     opened = place.opened(np.random.default_rng(1), 4, 2)
     rows, places = place.there(np.zeros((2, 18), np.uint8)), place.there(np.zeros((2, 1), np.int32))
-    with pytest.raises(aiote.UsageError, match="expected uint8"):
+    with pytest.raises(aiote.UsageError, match="of type uint8"):
         opened.copy_runs(places, rows, place.there(np.zeros((0, 3), np.int64)), 4)
     with pytest.raises(aiote.UsageError, match="int32, uint32 or int64"):
         opened.number_rows(place.there(np.zeros((2, 1))), 4, 2, 2, False, places)
-    with pytest.raises(aiote.UsageError, match="lie together"):
+    with pytest.raises(aiote.UsageError, match="expected contiguous"):
         opened.number_rows(place.there(np.zeros((2, 2), np.int32))[:, :1], 4, 2, 2, False, places)
     with pytest.raises(aiote.UsageError, match="opened for 6"):
         opened.number_rows(places, 5, 3, 2, False, places)

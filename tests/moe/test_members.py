@@ -250,7 +250,7 @@ async def test_different_configs_are_refused_on_opening():
         members = [engine.address for engine in engines]
 
         async def live(rank: int) -> None:
-            with pytest.raises(aiote.UsageError, match="different configs"):
+            with pytest.raises(aiote.UsageError, match="another MoeConfig"):
                 async with open_group(engines[rank], members, rank, (CONFIG, other)[rank]):
                     pass
 
@@ -314,9 +314,9 @@ async def test_a_number_is_taken_again_while_a_rank_is_still_in_the_earlier_grou
 async def test_members_that_cannot_be_are_refused():
     async with local() as one, local() as other:
         for members, rank, group, why in (
-            ([one.address, other.address], 1, 0, "not this engine"),
+            ([one.address, other.address], 1, 0, "expected this engine"),
             ([one.address, one.address], 0, 0, "named twice"),
-            ([one.address], 1, 0, "the last of the members"),
+            ([one.address], 1, 0, "an index into members"),
             ([one.address], 0, 32, "group=32"),
         ):
             with pytest.raises(aiote.UsageError, match=why):

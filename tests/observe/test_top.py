@@ -140,7 +140,7 @@ def test_nobody_is_said_to_be_there(tmp_path):
         [*COMMAND, "--once", "--interval", "0.1"], capture_output=True, text=True, env=alone(tmp_path)
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "no engine of this user runs" in done.stdout
+    assert "this user runs no engine" in done.stdout
 
 
 @pytest.mark.parametrize("wrong", [["--interval", "0"], ["--interval", "often"], ["--count", "-1"], ["--what"]])
@@ -217,7 +217,7 @@ def test_a_terminal_shows_it_live_until_ctrl_c(load, tmp_path):
         shown = until(f"{load.pid} ")
         assert "out  " in until("MiB registered"), shown
         load.kill()
-        until("no engine of this user runs")
+        until("this user runs no engine")
         subprocess.run([*tmux, "send-keys", "-t", name, "C-c"], check=True)
         subprocess.run([*tmux, "send-keys", "-t", name, "echo it ended with $?", "Enter"], check=True)
         shown = until("it ended with 0")

@@ -167,15 +167,15 @@ def test_nics_are_fitted_to_what_was_measured(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "is no file of `aiote bench --json`"),
-        ("{", "is no file of `aiote bench --json`"),
-        (records({"op": "write", "value": {"median": -1}}), "is no file of `aiote bench --json`: ValueError"),
+        ("[]", "is not a file of `aiote bench --json`"),
+        ("{", "is not a file of `aiote bench --json`"),
+        (records({"op": "write", "value": {"median": -1}}), "is not a file of `aiote bench --json`: ValueError"),
         (records({"op": "write", "value": {"median": 1}}), "needs records of `latency`"),
         (
             records(
                 {"op": "write", "value": {"median": 1}}, {"op": "latency", "provider": "tcp", "value": {"median": 1}}
             ),
-            "figures of 2 providers and libraries, expected of one",
+            "figures of 2 pairs of provider and library, expected one",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_gid_that_does_not_exist_is_refused(tmp_path):
     device(tmp_path, "mlx5_1", [("::", V2, "eth1")])
     has, has_not = read_ports(str(tmp_path))
     with pytest.raises(
-        aiote.UsageError, match=r"gid_index=5: port mlx5_0 has no such GID, it has 0 \(10.77.0.1, RoCE v2\)"
+        aiote.UsageError, match=r"gid_index=5: port mlx5_0 has no such GID; it has 0 \(10.77.0.1, RoCE v2\)"
     ):
         choose_gid(has, 5)
     with pytest.raises(aiote.UsageError, match="it has none; give its net device an IP address"):
@@ -105,7 +105,7 @@ PORTS = (made("a", "10.0.0.1", up=False), made("b", "10.0.0.2"), made("c", "10.0
 def test_ports_are_chosen_by_any_of_their_names():
     wanted = ("a", "net-b", "10.0.0.3", "c:2", "b:1")
     assert choose_ports(wanted, "", PORTS) == [PORTS[0], PORTS[1], PORTS[2], PORTS[3], PORTS[1]]
-    with pytest.raises(aiote.UsageError, match=r"'d' is not here; the RDMA ports are a \(net-a\)"):
+    with pytest.raises(aiote.UsageError, match=r"'d' does not exist; the RDMA ports are a \(net-a\)"):
         choose_ports(("b", "d"), "", PORTS)
 
 

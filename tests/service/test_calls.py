@@ -190,7 +190,7 @@ async def test_calls_of_what_is_not_served_fail_with_the_reason():
 
     async with pair("sim", connect_timeout=3.0) as (here, there):
         client = service.client(here, there.address, Other)
-        with pytest.raises(service.NotServedError, match="answered nothing within connect_timeout"):
+        with pytest.raises(service.NotServedError, match="did not answer within connect_timeout"):
             await client.go()
         async with service.serve(there, Embed()):
             with pytest.raises(service.NotServedError, match="Other/1.go: it serves Embed/1.add") as caught:
@@ -234,7 +234,7 @@ async def test_an_engine_serves_several_times_and_each_ends_alone():
             with pytest.raises(service.NotServedError, match="it serves Embed/1.add"):
                 await who.calls()
             assert await health.check() == service.HealthStatus(True, 0, 0)
-    with pytest.raises(aiote.UsageError, match="no method that another engine has called"):
+    with pytest.raises(aiote.UsageError, match="no remote call runs here"):
         service.current_call()
 
 
@@ -347,9 +347,9 @@ def test_services_that_cannot_be_called_are_explained():
     for kind, text in (
         (Bare, "parameter text has no annotation"),
         (Silent, "its result has no annotation"),
-        (Starred, r"\*texts: .* is not an ordinary parameter"),
-        (Empty, "no method that is marked"),
-        (Filled, "a stream fills no arrays"),
+        (Starred, r"\*texts: .* expected an ordinary parameter"),
+        (Empty, "no remote method"),
+        (Filled, "a stream cannot fill arrays"),
         (Foreign, "Foreign/1.go: Type unions may not contain more than one"),
         (int, "a subclass of aiote.service.Service"),
     ):
@@ -359,10 +359,10 @@ def test_services_that_cannot_be_called_are_explained():
 
 async def test_serving_or_limiting_twice_is_refused():
     async with pair("sim") as (_, there), service.serve(there, Embed()):
-        with pytest.raises(aiote.UsageError, match="Embed/1.add.*: the engine serves this already"):
+        with pytest.raises(aiote.UsageError, match="Embed/1.add.*: this engine serves these methods already"):
             async with service.serve(there, Embed()):
                 pass
-        with pytest.raises(aiote.UsageError, match="were set before"):
+        with pytest.raises(aiote.UsageError, match="other limits of calls already"):
             service.client(there, there.address, Embed, limits=service.Limits(slots=3))
     async with pair("sim") as (_, there):
         with pytest.raises(aiote.UsageError, match="Embed/1.add is served twice"):

@@ -156,16 +156,16 @@ async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgott
     ("method", "body", "pieces", "text"),
     [
         ("Plain/1.add", b"", [], "truncated"),
-        ("Plain/1.add", b"\x92\x01\x02", [], "an array is expected"),
+        ("Plain/1.add", b"\x92\x01\x02", [], "expected an array"),
         ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), b"1234"), 1)), [], "an array of 8 bytes in 4"),
-        ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [], "is not piece 0"),
-        ("Plain/1.add", msgspec.msgpack.encode((("<f8", (2,), b"1" * 16), 1)), [], "an array of int32 is expected"),
-        ("Plain/1.add", msgspec.msgpack.encode((("|O", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
-        ("Plain/1.add", msgspec.msgpack.encode((("M8[s/0]", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
-        ("Plain/1.add", msgspec.msgpack.encode(((",i4", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
-        ("Plain/1.add", msgspec.msgpack.encode(((">i4", (1,), b"1234"), 1)), [], "no dtype that travels"),
-        ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 40,), b""),)), [], "is to be filled, and not lent"),
-        ("Plain/1.fill", msgspec.msgpack.encode((("<f4", (2,), b""),)), [], "an array of uint8 is expected"),
+        ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [], "piece 0 is missing"),
+        ("Plain/1.add", msgspec.msgpack.encode((("<f8", (2,), b"1" * 16), 1)), [], "expected an array of int32"),
+        ("Plain/1.add", msgspec.msgpack.encode((("|O", (1,), b"1" * 8), 1)), [], "cannot travel"),
+        ("Plain/1.add", msgspec.msgpack.encode((("M8[s/0]", (1,), b"1" * 8), 1)), [], "cannot travel"),
+        ("Plain/1.add", msgspec.msgpack.encode(((",i4", (1,), b"1" * 8), 1)), [], "cannot travel"),
+        ("Plain/1.add", msgspec.msgpack.encode(((">i4", (1,), b"1234"), 1)), [], "cannot travel"),
+        ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 40,), b""),)), [], "to be filled was not lent"),
+        ("Plain/1.fill", msgspec.msgpack.encode((("<f4", (2,), b""),)), [], "expected an array of uint8"),
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 21,), b"x" * 90),)), [], "descriptor"),
     ],
 )
@@ -210,7 +210,7 @@ async def test_memory_that_is_not_as_claimed_is_not_filled(how):
         await say(liar, peer, HELLO, CallFrame(0, 1, "Plain/1.fill", 0.0, body, []))
         (end,) = await answers(liar, 1)
         assert end.status == 6
-        assert re.search(WRONG.get(how, "which its owner has revoked"), end.body.decode())
+        assert re.search(WRONG.get(how, "has revoked its lease"), end.body.decode())
         assert not memory.any()
         await lease.revoke()
 
@@ -239,8 +239,8 @@ async def test_a_peer_that_wants_all_memory_gets_its_share():
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (lambda turn: Ask(64), "it does not take the answers|it asks for memory while it is given some"),
-        (lambda turn: CallFrame(0, turn, "no", 0.0, b"", []), "a call in slot 0, which it may not use now"),
+        (lambda turn: Ask(64), "it does not read the answers|it asks for memory before its last request"),
+        (lambda turn: CallFrame(0, turn, "no", 0.0, b"", []), "a call in slot 0, which is in use or out of range"),
     ],
     ids=["asks", "calls"],
 )
@@ -375,7 +375,7 @@ async def test_pieces_that_read_a_place_again_are_refused():
         assert (await answers(liar, 1))[0].status == 6
         calls = [CallFrame(slot, 1, "Plain/1.add", 0.0, body, [(0, 0, nbytes)]) for slot in range(1, 4)]
         await say(liar, peer, *calls)
-        assert "more is placed in lent memory than there is of it" in await peer.wait_closed()
+        assert "pieces in lent memory overlap" in await peer.wait_closed()
         await until(lambda: not server.running and not server.endpoint.budget.used)
 
 
@@ -479,7 +479,7 @@ async def test_items_that_nobody_reads_do_not_become_many_objects():
         await until(lambda: len(stream._incoming._ready) == 5)
         # 157 KB each, of 393 KB: when all come at once there is room for two.
         fitting = 0
-        with pytest.raises(service.RemoteError, match="items that nobody has read yet take about"):
+        with pytest.raises(service.RemoteError, match="unread items would take about"):
             while True:
                 assert len(await anext(stream)) == 700
                 fitting += 1

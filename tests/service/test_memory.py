@@ -67,9 +67,9 @@ def test_a_budget_bounds_one_peer_and_all():
     assert budget.take(SEGMENT_BYTES + 1, 0, 0) == SEGMENT_BYTES + ALIGNMENT
     # Near its limit a peer gets no more than it needs.
     assert budget.take(100, 2 * SEGMENT_BYTES, 2) == 128
-    with pytest.raises(BlockingIOError, match="one peer has at most"):
+    with pytest.raises(BlockingIOError, match="one peer may have"):
         budget.take(1001, 2 * SEGMENT_BYTES, 3)
-    with pytest.raises(BlockingIOError, match="one peer has at most"):
+    with pytest.raises(BlockingIOError, match="one peer may have"):
         budget.take(1, 0, MAX_SEGMENTS)
     budget.take(2 * SEGMENT_BYTES, 0, 0)
     with pytest.raises(BlockingIOError, match="are in use"):
@@ -131,25 +131,25 @@ async def test_grants_of_memory_that_was_not_asked_for_are_refused():
         number, nbytes, descriptor = await lent.lend(100)
         peer = await user.connect(owner.address)
         borrowed = Borrowed(user, current_loop(), peer, lambda nbytes: None, lambda number: None)
-        with pytest.raises(ValueError, match="nobody has asked"):
+        with pytest.raises(ValueError, match="without a request"):
             borrowed.granted(number, nbytes, descriptor, "")
         foreign = third.register(numpy.zeros(nbytes + 64, numpy.uint8))
         async with anyio.create_task_group() as group:
             group.start_soon(borrowed.place, nbytes + 1)
             await until(lambda: borrowed._asked)
-            with pytest.raises(ValueError, match="not what was asked for"):
+            with pytest.raises(ValueError, match="other memory than was requested"):
                 borrowed.granted(number, nbytes, descriptor, "")
-            with pytest.raises(ValueError, match="not what was asked for"):
+            with pytest.raises(ValueError, match="other memory than was requested"):
                 borrowed.granted(number, nbytes - 1, descriptor, "")
             for elsewhere in (foreign.descriptor, foreign.lease(slice(0, nbytes + 64), user.address).descriptor):
-                with pytest.raises(ValueError, match="which is another engine than"):
+                with pytest.raises(ValueError, match="is not memory of"):
                     borrowed.granted(number, nbytes + 64, elsewhere, "")
             for how, text in WRONG.items():
                 with pytest.raises(ValueError, match=text):
                     borrowed.granted(number, nbytes, claimed(how, descriptor, owner.address, third.address), "")
             group.cancel_scope.cancel()
         for piece in ((1, 0, 1), (0, nbytes, 1), (0, 1 << 61, 1 << 61), (0, 0, nbytes + 1)):
-            with pytest.raises(ValueError, match="lent memory"):
+            with pytest.raises(ValueError, match="was not lent|of lent memory"):
                 lent.view(piece)
         assert len(lent.view((0, nbytes - 5, 5))) == 5
         await lent.close()

@@ -98,7 +98,7 @@ def aside(function: Any, *arguments: Any) -> Any:
 
 def drop(held: list[Any]) -> None:
     """Drop what a list has, of which something is a bridge that nobody else holds."""
-    with pytest.warns(ResourceWarning, match="dropped and not closed"):
+    with pytest.warns(ResourceWarning, match="garbage-collected without close"):
         _collected(held)
 
 

@@ -8,10 +8,10 @@ import aiote
 from aiote.core.descriptor import RegionDescriptor
 
 WRONG = {
-    "another engine's": "which is another engine than",
-    "an earlier life's": "in its life .* ask for a new descriptor",
-    "too short": "is too short, expected at least",
-    "shut": "may not be (written|read): its owner registered it so",
+    "another engine's": "is not memory of",
+    "an earlier life's": "has incarnation .* ask for a new descriptor",
+    "too short": "is too short: expected at least",
+    "shut": "may not be (written|read): its owner registered it with other access",
 }
 """In which ways a descriptor is wrong, and what the error says of it."""
 

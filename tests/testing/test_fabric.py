@@ -24,7 +24,7 @@ async def test_a_fabric_is_the_network_of_its_block():
         async with aiote.open_engine("sim") as engine, aiote.open_engine("sim", ["sim2", "sim0"]) as other:
             assert [rail.name for rail in engine.rails] == ["sim0", "sim1", "sim2"]
             assert [rail.name for rail in other.rails] == ["sim2", "sim0"]
-            with pytest.raises(aiote.UsageError, match="'sim3' is not here; this network has sim0, sim1, sim2"):
+            with pytest.raises(aiote.UsageError, match="'sim3' does not exist; this network has sim0, sim1, sim2"):
                 await aiote.open_engine("sim", ["sim3"])
             with pytest.raises(aiote.UsageError, match="close the engines first"):
                 fabric.close()

@@ -108,5 +108,5 @@ def test_a_silent_nic_goes_on_where_it_stopped():
 
 
 def test_what_no_packet_can_be_is_refused():
-    with pytest.raises(aiote.UsageError, match="packet_bytes is from 0 to"):
+    with pytest.raises(aiote.UsageError, match="packet_bytes=.*: expected 0 to"):
         NicModel(name="wrong", packet_bytes=-1)

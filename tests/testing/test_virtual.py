@@ -141,7 +141,7 @@ def test_streams_in_memory_carry_every_byte_both_ways():
         await feeding
         writer.close()
         server.close()
-        with pytest.raises(ConnectionRefusedError, match="nobody on this event loop"):
+        with pytest.raises(ConnectionRefusedError, match="no server on this event loop"):
             await asyncio.open_connection("127.0.0.1", 4711)
 
     virtual(main())

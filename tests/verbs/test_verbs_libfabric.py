@@ -72,5 +72,5 @@ async def test_engines_across_the_switch_write_and_send_to_each_other():
         await right.counter(IMM).wait(5)
         assert memory == b"z" * 300_000
         assert {rail.provider for rail in left.rails} == {PROVIDER}
-        with pytest.raises(aiote.UsageError, match="not all of them are here"):
+        with pytest.raises(aiote.UsageError, match="some do not exist here"):
             await aiote.open_engine(PROVIDER, ["10.99.0.1"])

@@ -83,10 +83,10 @@ async def test_settings_reach_the_queue_pairs():
 
 
 async def test_a_gid_that_is_not_there_is_refused():
-    with pytest.raises(aiote.UsageError, match="gid_index=200: port rxe0 has no such GID, it has 0"):
+    with pytest.raises(aiote.UsageError, match="gid_index=200: port rxe0 has no such GID; it has 0"):
         await aiote.open_engine("verbs", ["rxe0"], aiote.EngineConfig(verbs=aiote.VerbsConfig(gid_index=200)))
 
 
 async def test_a_rail_that_is_not_there_is_refused():
-    with pytest.raises(aiote.UsageError, match=r"'mlx5_0' is not here; the RDMA ports are rxe0 \(nic0\)"):
+    with pytest.raises(aiote.UsageError, match=r"'mlx5_0' does not exist; the RDMA ports are rxe0 \(nic0\)"):
         await aiote.open_engine("verbs", ["mlx5_0"])

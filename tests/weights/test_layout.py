@@ -46,7 +46,7 @@ def test_packed_parts_are_split_each_by_itself():
     assert rows(12, range(2), packed(0, 2, 4, 8)) == {0: [0, 1, 4, 5, 6, 7], 1: [2, 3, 8, 9, 10, 11]}
     # Four ranks, four query heads of one row each, two heads of keys: neighbours have the same one.
     assert rows(6, range(4), packed(0, 4, (4, 4), (2, 2))) == {0: [0, 4], 1: [1, 4], 2: [2, 5], 3: [3, 5]}
-    with pytest.raises(UsageError, match="cannot be spread"):
+    with pytest.raises(UsageError, match="cannot be divided"):
         packed(0, 4, (6, 3))
 
 
@@ -65,11 +65,11 @@ def test_a_shard_that_is_split_again_keeps_its_order():
         (4, (2,), (Shard(1),), "dimension 1"),
         (4, (2, 2), (Shard(0),), "one for each"),
         (4, (2, 2), (StridedShard(0, 2), Replicate()), "needs a later mesh axis"),
-        (4, (2, 2), (StridedShard(0, 3), Shard(0)), "shards over 2 places"),
+        (4, (2, 2), (StridedShard(0, 3), Shard(0)), "into 2 places"),
         (4, (2,), (Runs(0, (((0, 4),),)),), "1 places on an axis of 2"),
         (4, (2,), (Runs(0, (((0, 5),), ())),), "within 0 to 4"),
         (4, (2, 2), (Shard(0), Runs(0, ((), ()))), "first that splits"),
-        (4, (2,), ("S(0)",), "is none of"),
+        (4, (2,), ("S(0)",), "expected Replicate"),
     ],
 )
 def test_placements_that_do_not_fit_are_refused(extent, mesh, placements, words):
@@ -122,11 +122,11 @@ def test_buffers_of_several_ranks_make_one_tensor():
 @pytest.mark.parametrize(
     ("buffer", "words"),
     [
-        (TensorBuffer((4,), "F32", (2,), (5,)), "not within"),
+        (TensorBuffer((4,), "F32", (2,), (5,)), "leaves the tensor's shape"),
         (TensorBuffer((4,), "F32", (0, 0)), "differ in length"),
         (TensorBuffer((4,), "F32", strides=(-1,)), "from 0"),
-        (TensorBuffer((4, 4), "F32", strides=(2, 1)), "in one place"),
-        (TensorBuffer((4, 4), "F32", strides=(0, 1)), "in one place"),
+        (TensorBuffer((4, 4), "F32", strides=(2, 1)), "share one place"),
+        (TensorBuffer((4, 4), "F32", strides=(0, 1)), "share one place"),
         (TensorBuffer((4,), "F5"), "dtype"),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_rank_whose_shard_is_empty_holds_nothing():
     ("tensor", "words"),
     [
         (FakeTensor((4,), [0, 1], (FakePlacement("partial"),), (4,)), "w: a Partial placement"),
-        (FakeTensor((4,), [0, 1], (FakePlacement("other"),), (4,)), "w: placement .* is none of"),
+        (FakeTensor((4,), [0, 1], (FakePlacement("other"),), (4,)), "w: placement .* expected Replicate"),
         (FakeTensor((4,), [0, 1], (FakePlacement("shard"),), (3,)), "w: the local tensor has shape"),
         (FakeTensor((4,), [1, 2], (FakePlacement("shard"),), (2,)), "w: rank is 0"),
     ],

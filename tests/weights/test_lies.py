@@ -69,22 +69,22 @@ LIES: dict[str, tuple[Callable[[Any], list[Step]], str]] = {
         "it says 'counted' after",
     ),
     "committed unasked": (lambda lent: [Step("lent", 1, lent, PLACES), Step("committed")], "it says 'committed' after"),
-    "over without a word": (lambda lent: [], "ended before it was committed"),
-    "no memory": (lambda lent: [Step("lent", 1)], "does not say what it lends"),
+    "over without a word": (lambda lent: [], "ended the update before the commit"),
+    "no memory": (lambda lent: [Step("lent", 1)], "did not describe the memory"),
     "a place nowhere": (lambda lent: [Step("lent", 1, lent, PLACES + np.uint64(7))], "it lends"),
     "a place beyond": (lambda lent: [Step("lent", 1, lent, PLACES + np.array([0, 9999], np.uint64))], "begins at byte"),
-    "too few places": (lambda lent: [Step("lent", 1, lent, PLACES[:0])], "places of 1 tensors"),
+    "too few places": (lambda lent: [Step("lent", 1, lent, PLACES[:0])], "expected the places of 1 tensors"),
     "a large immediate": (lambda lent: [Step("lent", 1 << 40, lent, PLACES)], "Expected `int` <= 268435455"),
     "ends that go back": (
         lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array([9, 2**64 - 1], np.uint64)), PLACES)],
-        "are expected",
+        "descriptors of memory, got",
     ),
     "ends that are no row": (
         lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array(3, np.uint64)), PLACES)],
-        "are expected",
+        "descriptors of memory, got",
     ),
-    "places without bytes": (lambda lent: [Step("lent", 1, lent, np.zeros((3, 0), np.uint64))], "does not say what"),
-    "places that are no rows": (lambda lent: [Step("lent", 1, lent, np.array(1, np.uint64))], "does not say what"),
+    "places without bytes": (lambda lent: [Step("lent", 1, lent, np.zeros((3, 0), np.uint64))], "did not describe"),
+    "places that are no rows": (lambda lent: [Step("lent", 1, lent, np.array(1, np.uint64))], "did not describe"),
     "no descriptor": (lambda lent: [Step("lent", 1, Descriptors.of([b"none"]), PLACES)], "escriptor"),
 }
 
@@ -121,7 +121,7 @@ async def test_memory_that_is_not_as_claimed_fails_its_target_alone(how):
 async def test_a_target_that_falls_silent_fails_alone_and_by_the_limit():
     report, memory, _ = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=True, limit=5.0)
     assert report.committed == [""]
-    assert "it did not have everything 5.0 s after the sources had ended" in report.failed["liar"]
+    assert "it did not have every byte 5.0 s (limit) after the sources had ended" in report.failed["liar"]
     np.testing.assert_array_equal(memory, np.arange(64))
 
 
@@ -137,15 +137,15 @@ async def test_a_target_that_falls_silent_fails_alone_and_by_the_limit():
     ids=lambda text: text[:30],
 )
 def test_a_layout_that_is_none_is_refused(text):
-    with pytest.raises(aiote.UsageError, match="no description of a layout"):
+    with pytest.raises(aiote.UsageError, match="not the description of a layout"):
         layout_of(np.frombuffer(text.encode(), np.uint8))
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"shardings":[' + "[]," * (LAYOUT_BYTES // 3) + "[]]}", "of JSON: a rank describes its own part"),
-        ('{"shardings":[' + "[]," * 1000 + "[]]}", "no description of a layout"),
+        ('{"shardings":[' + "[]," * (LAYOUT_BYTES // 3) + "[]]}", "as JSON, expected at most"),
+        ('{"shardings":[' + "[]," * 1000 + "[]]}", "not the description of a layout"),
         ('{"shardings":[[[' + "1," * 40 + "1],[]]],...", "length <= 32"),
     ],
     ids=["long", "empty", "many dimensions"],
@@ -183,7 +183,7 @@ async def test_a_rank_that_describes_another_s_tensors_is_refused():
             serve_source(one, LAYOUT, 0, values),
             service.serve(liar, Lying(lambda lent: [], LAYOUT)),
         ):
-            with pytest.raises(aiote.UsageError, match="rank 1 describes what others hold"):
+            with pytest.raises(aiote.UsageError, match="rank 1: the layout has other ranks' parts"):
                 await Controller(mine, [one.address], [liar.address]).prepare()
 
 

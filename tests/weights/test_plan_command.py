@@ -208,20 +208,20 @@ def test_wrong_arguments_are_named(capsys, arguments, words):
     ("text", "words"),
     [
         ("ranks = ", "this is no TOML"),
-        ("group = 1", "group is no list of tables"),
+        ("group = 1", "group: expected a list of tables"),
         ("rank = 4", "rank is not known here"),
         ("[tensors]", "give either ranks = N"),
         ("mesh = [0, 0]\ntensors = {}", "the mesh is wrong"),
         ("ranks = 2\ntensors = 1", "tensors is 1, expected a table"),
         ("ranks = 2\ntensors.w = 1", "w: it is 1, expected {shape"),
-        ("ranks = 2\ntensors.w = {dtype = 'F32'}", "w: it has no shape"),
+        ("ranks = 2\ntensors.w = {dtype = 'F32'}", "w: shape is missing"),
         ("ranks = 2\ntensors.w = {shape = 'a', dtype = 'F32'}", "w: shape is 'a'"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F5'}", "w: dtype is 'F5'"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = ['shard']}", "w: placement 'shard' is none"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = ['packed(0, 3/2)']}", "w: a part of 3"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = []}", "w: 0 placements for a mesh of 1"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', sharding = 1}", "w: sharding is not known"),
-        ("ranks = 2\ntensors.'w{i=3..1}' = {shape = [2], dtype = 'F32'}", "{i=3..1} is no range"),
+        ("ranks = 2\ntensors.'w{i=3..1}' = {shape = [2], dtype = 'F32'}", "{i=3..1} is not a range"),
     ],
 )
 def test_a_layout_that_is_wrong_is_refused_by_file_and_name(tmp_path, text, words):
@@ -236,10 +236,10 @@ def test_a_layout_that_is_wrong_is_refused_by_file_and_name(tmp_path, text, word
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("target = {}", "target is not known here, expected targets, unused, untouched"),
+        ("target = {}", "target is unknown, expected targets, unused, untouched"),
         ("unused = 'x'", "unused is 'x', expected a list of texts"),
-        ("targets.x = 1", "x: 1 is no rule"),
-        ("targets.x = {cat = ['a'], source = 'b'}", "x: a rule has one of source, cat and stack"),
+        ("targets.x = 1", "x: 1 is not a rule"),
+        ("targets.x = {cat = ['a'], source = 'b'}", "x: expected one of source, cat and stack"),
         ("targets.x = {cat = 'a'}", "x: cat is 'a', expected a list"),
         ("targets.x = {source = 'a', quantized = 1}", "x: quantized is 1"),
         ("targets.x = {source = 'a', quantized = {scale = 's', blocks = 1}}", "x: blocks is not known"),
@@ -259,7 +259,7 @@ def test_a_recipe_that_is_wrong_is_refused_by_file_and_name(tmp_path, text, word
 
 def test_a_file_that_is_no_json_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(UsageError, match=r"a\.json: this is no JSON"):
+    with pytest.raises(UsageError, match=r"a\.json: this is not a JSON"):
         read_layout(tmp_path / "a.json")
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(UsageError, match=r"a\.json: expected a table, got list"):

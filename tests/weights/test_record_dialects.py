@@ -164,7 +164,7 @@ def some_of(dtype: str) -> Any:
         (lambda w, p: np.copyto(p, np.concatenate([w[:2], p[:2]])), "concatenate, with arrays that are none of"),
         (lambda w, p: np.copyto(p, np.atleast_1d(w, p)[0]), "atleast_1d, with arrays that are none of"),
         (lambda w, p: np.copyto(p, w[0, :, [1, 0]]), "several indices with a list"),
-        (lambda w, p: np.copyto(p, w.narrow(0, 0, 4)), "w: the loader asks for narrow, which no numpy array has"),
+        (lambda w, p: np.copyto(p, w.narrow(0, 0, 4)), "w: the loader uses narrow, which numpy arrays do not have"),
         (lambda w, p: np.copyto(p, w if w.flags.c_contiguous else w.T), "w: the loader calls flags"),
         (lambda w, p: np.copyto(p, w if w.strides[0] == 16 else w.T), "w: the loader calls strides"),
         (lambda w, p: setattr(w, "shape", (2, 8)), "w: the loader calls setting shape"),
@@ -218,7 +218,7 @@ def test_a_parameter_that_is_changed_by_something_else_is_refused(spoil):
 
 def test_a_copy_beyond_a_parameter_is_refused():
     memory = np.zeros((4, 8), np.float32)
-    words = "p0: what the loader copies of w cannot be said: it goes beyond the array"
+    words = "p0: the loader's copy from w cannot be described as boxes: it goes beyond the array"
     refuse(lambda w, p: np.copyto(memory[:, 2:6], w), words, memory[:, :4])
     refuse(lambda w, p: np.copyto(memory.reshape(-1)[:16].reshape(4, 4), w), words, memory[:, :4])
     refuse(lambda w, p: np.copyto(memory[:2].reshape(4, 4), w), words, memory[:, ::2])

@@ -136,5 +136,5 @@ def test_what_no_recipe_can_say_is_refused_by_name(change, words):
 def test_a_tensor_beside_the_parameters_is_refused():
     import torch
 
-    with pytest.raises(UsageError, match="x: the loader copies it to a tensor that is none of the parameters"):
+    with pytest.raises(UsageError, match="x: the loader copies it to a tensor that is not a parameter"):
         record(lambda pairs: [torch.zeros(4, 4).copy_(x) for _, x in pairs], {}, {"x": ((4, 4), "F32")})

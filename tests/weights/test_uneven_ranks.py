@@ -79,7 +79,7 @@ async def test_a_tensor_without_elements_is_none_of_an_updates():
 
 @pytest.mark.parametrize("name", ["", 3, None])
 def test_a_name_that_is_none_is_refused(name):
-    words = f"a tensor is named {name!r}, expected text of one character at least"
+    words = f"a tensor is named {name!r}: expected text of at least one character"
     with pytest.raises(aiote.UsageError, match=words):
         Layout.over(range(1), {"a": ((4,), "F32", Replicate()), name: ((4,), "F32", Replicate())})
     with pytest.raises(aiote.UsageError, match=words):

@@ -260,7 +260,7 @@ async def test_a_target_that_is_served_anew_in_other_memory_gets_the_next_versio
             async with serve_target(rank, layout, 0, arrays[0], versions="inplace"):
                 await controller.update(3)
                 source.places.clear()
-                with pytest.raises(UpdateError, match="has forgotten where tensors lie: prepare it once more"):
+                with pytest.raises(UpdateError, match="no longer knows where the tensors lie: prepare it again"):
                     await controller.update(4)
                 assert (await controller.update(4)).committed == [""]
 
@@ -293,15 +293,15 @@ async def test_updates_that_come_too_late_are_refused():
     async with ranks("sim") as made:
         await made.controller.update(5)
         made.train(4)
-        with pytest.raises(UpdateError, match="no later than what rank"):
+        with pytest.raises(UpdateError, match="not later than"):
             await made.controller.update(4)
         made.check(0)
         addresses = [engine.address for engine in made.engines]
         later = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE)
-        with pytest.raises(UpdateError, match="no later than what rank"):
+        with pytest.raises(UpdateError, match="not later than"):
             await later.update(5)
         earlier = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE, epoch=1)
-        with pytest.raises(UpdateError, match="of a controller before"):
+        with pytest.raises(UpdateError, match="from an earlier controller"):
             await earlier.update(6)
         assert [target.version for target in made.targets] == [5, 5]
 
@@ -363,7 +363,7 @@ async def test_ranks_that_cannot_be_brought_together_are_explained():
     async with ranks("sim") as made:
         addresses = [engine.address for engine in made.engines]
         other = Controller(made.engines[4], addresses[:2], addresses[2:4], Recipe({"qk": cat("k", "q")}))
-        with pytest.raises(PlanMismatchError, match="another recipe"):
+        with pytest.raises(PlanMismatchError, match="another plan"):
             await other.prepare()
         with pytest.raises(aiote.UsageError, match="qk"):
             await Controller(made.engines[4], addresses[:2], addresses[2:4]).prepare()

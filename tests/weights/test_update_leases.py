@@ -87,5 +87,5 @@ async def test_an_order_says_for_each_source_what_it_writes():
     async with pair("sim") as (source, rank), serve_target(rank, LAYOUT, 0, {"a": np.zeros(64, np.float32)}):
         client = service.client(source, rank.address, TargetService)
         stream: Any = client.update(UpdateOrder(UPDATE, [str(source.address)], []))
-        with pytest.raises(service.CallError, match="1 sources write to tensors, got those of 0"):
+        with pytest.raises(service.CallError, match="the order lists 1 sources, but tensors for 0"):
             await anext(stream)

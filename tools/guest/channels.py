@@ -91,8 +91,8 @@ class Conversation:
         if self._status is not None:
             return  # a mark never came, because something else still holds the output
         if not self._running:
-            raise Problem(f"the guest did not come up in {self._boot_timeout:g} s")
-        log.info("the command ran past %g s", self._timeout)
+            raise Problem(f"the guest did not boot within {self._boot_timeout:g} s")
+        log.info("the command exceeded its limit of %g s", self._timeout)
         self._status = TIMED_OUT
 
     def _receive(self, channel: socket.socket) -> None:

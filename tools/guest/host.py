@@ -48,7 +48,7 @@ def run_quiet(command: Sequence[str], purpose: str, cwd: Path | None = None, lim
     except FileNotFoundError:
         raise Problem(f"`{command[0]}` is not on this machine; it is needed to {purpose}") from None
     except subprocess.TimeoutExpired:
-        raise Problem(f"`{shlex.join(command)}` ran past {limit_s:g} s; cannot {purpose}") from None
+        raise Problem(f"`{shlex.join(command)}` exceeded its limit of {limit_s:g} s; cannot {purpose}") from None
     if done.returncode:
         said = "".join(f"\n    {line}" for line in done.stdout.strip().splitlines()[-LAST_LINES:])
         raise Problem(f"`{shlex.join(command)}` failed; cannot {purpose}:{said}")

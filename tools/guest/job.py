@@ -74,7 +74,7 @@ def shared_folders(cwd: str, more: Sequence[str], discard: bool) -> dict[str, st
         if path not in folders:
             folders.append(path)
     if "/" in folders:
-        raise Problem("all of / would be written through: change to another folder, or use --discard")
+        raise Problem("the guest would write through to all of /: change to another folder, or use --discard")
     return {f"rw{number}": folder for number, folder in enumerate(folders)}
 
 

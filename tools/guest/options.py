@@ -126,5 +126,5 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
     if not 0 <= options.nics <= MOST_NICS:
         parser.error(f"--nics: from 0 to {MOST_NICS}")
     if not (options.command or options.prepare or options.build_uml):
-        parser.error("no command")
+        parser.error("expected a command to run in the guest")
     return options

@@ -59,7 +59,7 @@ def _talk(verbose: bool) -> None:
 def _do(options: Options) -> int:
     machine = os.uname().machine
     if machine != "x86_64":
-        raise Problem(f"a guest is for hosts with x86_64 processors, this one is {machine}")
+        raise Problem(f"a guest needs a host with x86_64 processors, this one has {machine}")
     if options.prepare:
         debian.prepare(options.cache, options.kernel)
     if options.build_uml:

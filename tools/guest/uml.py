@@ -98,4 +98,6 @@ def place_for_memory(size: int, environment: Mapping[str, str]) -> str:
             continue
         if room.f_bavail * room.f_frsize >= size:
             return folder
-    raise Problem(f"no folder for temporary files has {size >> 20} MiB free and allows programs")
+    raise Problem(
+        f"no folder for temporary files has {size >> 20} MiB free and allows execution; set TMPDIR to one that does"
+    )

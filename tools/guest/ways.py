@@ -58,5 +58,5 @@ def choose(options: Options) -> Way:
     """AckCounts `options.how`; return that way."""
     options.how = chosen(options)
     if options.driver == "siw" and options.how != "uml":
-        raise Problem("Debian's kernel comes without siw; with --how uml it is there")
+        raise Problem("Debian's kernel lacks siw; use --how uml, whose kernel has it")
     return Uml(options) if options.how == "uml" else Qemu(options)

@@ -80,7 +80,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
         if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-            raise UsageError("a context that is split among ranks is not transferred")
+            raise UsageError("the KV connector does not support context parallelism; set its sizes to 1")
         self._groups = _groups(kv_cache_config)
         self._table = RequestTable(
             self._kv_transfer_config.engine_id,
@@ -220,7 +220,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return KVConnectorTransferResults()
         ended = self._transfers.take_ended()
         for request, why in ended.failed.items():
-            logger.warning("The KV cache of request %s has not come: %s", request, why)
+            logger.warning("The KV cache of request %s did not arrive: %s", request, why)
         return KVConnectorTransferResults(ended.sent, ended.received, set(ended.failed))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -247,5 +247,7 @@ def _groups(kv_cache_config: KVCacheConfig) -> dict[int, tuple[Any, list[str]]]:
         spec = group.kv_cache_spec
         specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
         if not all(isinstance(one, AttentionSpec) and not isinstance(one, CrossAttentionSpec) for one in specs):
-            raise UsageError(f"{group.layer_names[0]}: a cache of {type(spec).__name__} is not transferred yet")
+            raise UsageError(
+                f"{group.layer_names[0]}: the KV connector does not support a cache of {type(spec).__name__}"
+            )
     return {number: (group.kv_cache_spec, group.layer_names) for number, group in groups.items()}

@@ -94,7 +94,7 @@ class RankTransfers:
             self._receiving[wanted.request] = wanted
         try:
             if self._consumer is None:
-                raise aiote.UsageError("this engine is no kv_consumer")
+                raise aiote.UsageError("this engine is not a kv_consumer; set kv_role to kv_consumer or kv_both")
             self._consumer.submit(
                 wanted.addresses,
                 wanted.remote_request,

@@ -100,7 +100,7 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         if self._init is None:
-            raise RuntimeError("init_transfer_engine comes before an update")
+            raise RuntimeError("call init_transfer_engine before an update")
         bridge, (slots, bucket_bytes) = party().bridge, slots_of(self._init.bucket_size, 1)
         begin = Receiving.begin(party(), update_info.update, [self._init.trainer], slots, bucket_bytes)
         receiving, reason = bridge.call(begin), ""
@@ -157,7 +157,7 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
         Raises ValueError without a `source`.
         """
         if source is None:
-            raise ValueError("the aiote backend sends all weights: it wants a WeightSource")
+            raise ValueError("the aiote backend sends all weights: expected a WeightSource")
         made = cls(
             client=client,
             source=source,

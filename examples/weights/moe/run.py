@@ -70,7 +70,7 @@ class Ranks:
                     group.start_soon(one, child)
         silent = [child.name for child in children if child.name not in answers]
         if silent:
-            raise DemoError(f"{', '.join(silent)} said nothing for {ANSWER_S:.0f} s while {doing}")
+            raise DemoError(f"{', '.join(silent)} reported nothing for {ANSWER_S:.0f} s while {doing}")
         return [answers[child.name] for child in children]
 
     async def watch(self) -> None:
