@@ -10,7 +10,8 @@ incarnation, because an incarnation is a time, and the clock of its host may be 
 earlier needs a greater incarnation than it had then.
 
 The number of sessions of each owner is limited, and so is the number of its members, over all its sessions. When the
-table is full, the owner with the most members loses its last member.
+table is full of members, the owner with the most members loses its last member. When it is full of sessions, a session
+without members is forgotten; if every session has members, the owner with the most sessions loses its last session.
 
 Calls can overtake each other, so a session numbers its reports. A report with a smaller number than an earlier one is
 ignored, because it would register a member that is gone. The table keeps the number until the lease expires, even for a
@@ -63,6 +64,7 @@ class LeaseTable:
         self._roster = roster
         self._limit, self._each, self._connected = limit, each, connected
         self._owned = Counter[Hashable]()
+        self._sessions_of = Counter[Hashable]()
         self._sessions: dict[Hashable, _Session] = {}
         self._holders: dict[str, Hashable] = {}
         self._former: dict[str, dict[Hashable, int]] = {}
@@ -88,7 +90,8 @@ class LeaseTable:
         if session is None:
             owner = key if owner is None else owner
             if not self._has_room_for_a_session(owner):
-                return {member.name: self._full() for member in members}
+                return {member.name: f"the registry has its {self._limit} clients" for member in members}
+            self._sessions_of[owner] += 1
             session = self._sessions[key] = _Session(number, lease_s, now + lease_s, owner)
         elif number < session.number:
             return {}
@@ -157,24 +160,34 @@ class LeaseTable:
         return True
 
     def _has_room_for_a_session(self, owner: Hashable) -> bool:
-        own = sum(session.owner == owner for session in self._sessions.values())
-        if own >= SESSIONS_EACH:
+        if self._sessions_of[owner] >= SESSIONS_EACH:
             return self._forget_an_empty_one(owner)
-        return len(self._sessions) < self._limit or self._forget_an_empty_one()
+        return len(self._sessions) < self._limit or self._forget_an_empty_one() or self._end_greediest(owner)
 
     def _full(self) -> str:
         return f"the registry has {self._limit} members already, which is the limit"
 
     def _forget_an_empty_one(self, owner: Hashable = None) -> bool:
-        """Forget the oldest session without members, because its number matters least; return whether there was one.
+        """Forget a session without members, because its number matters least; return whether there was one.
 
-        With `owner`, only its sessions count.
+        It is the oldest one of the owner with the most sessions. With `owner`, only its sessions count.
         """
-        for key, session in self._sessions.items():
-            if not session.names and owner in (None, session.owner):
-                del self._sessions[key]
-                return True
-        return False
+        empty = [key for key, session in self._sessions.items() if not session.names and owner in (None, session.owner)]
+        if empty:
+            self.forget(max(empty, key=lambda key: self._sessions_of[self._sessions[key].owner]))
+        return bool(empty)
+
+    def _end_greediest(self, owner: Hashable) -> bool:
+        """End the last session of the owner with the most sessions, to make room for this owner.
+
+        Return False, and end none, if that owner would then have fewer sessions than this one.
+        """
+        leased = [key for key, session in self._sessions.items() if session.lease_s < math.inf]
+        most = max(leased[::-1], key=lambda key: self._sessions_of[self._sessions[key].owner], default=None)
+        if most is None or self._sessions_of[self._sessions[most].owner] <= self._sessions_of[owner] + 1:
+            return False
+        self.forget(most)
+        return True
 
     def holds(self, name: str, key: Hashable) -> bool:
         """Return whether a session holds a name."""
@@ -190,7 +203,10 @@ class LeaseTable:
         if key in self._sessions:
             for name in tuple(self._sessions[key].names):
                 self._drop(name)
-            del self._sessions[key]
+            owner = self._sessions.pop(key).owner
+            self._sessions_of[owner] -= 1
+            if not self._sessions_of[owner]:
+                del self._sessions_of[owner]
 
     def expire(self, now: float) -> None:
         """Remove the sessions whose leases have expired, and withdraw their members."""

@@ -137,10 +137,11 @@ class Watch(AsyncIterator[MemberEvent]):
         self._reported: dict[str, Member] = {}
         self._pending: dict[str, None] = dict.fromkeys(roster.known)
         self._bell = LazySignal()
+        self._closed = False
 
     def note(self, name: str) -> None:
         """Record that the member of a name may have changed."""
-        if name in self._reported or name in self._roster.known:
+        if not self._closed and (name in self._reported or name in self._roster.known):
             self._pending[name] = None
         else:
             self._pending.pop(name, None)
@@ -150,6 +151,13 @@ class Watch(AsyncIterator[MemberEvent]):
         """Wake the reader, so that it checks again."""
         self._bell.wake_all()
 
+    def close(self) -> None:
+        """End this watch: it frees its events, and reports none any more."""
+        self._closed = True
+        self._pending.clear()
+        self._reported.clear()
+        self.wake()
+
     @property
     def pending(self) -> bool:
         """Whether there may be an event to report."""
@@ -157,8 +165,8 @@ class Watch(AsyncIterator[MemberEvent]):
 
     @property
     def closed(self) -> bool:
-        """Whether the roster is closed, so that no events follow the pending ones."""
-        return self._roster.closed
+        """Whether the watch or the roster is closed, so that no events follow the pending ones."""
+        return self._closed or self._roster.closed
 
     def take(self) -> MemberEvent | None:
         """Return the next event, or None."""
@@ -177,8 +185,8 @@ class Watch(AsyncIterator[MemberEvent]):
         return None
 
     async def wait(self) -> None:
-        """Sleep until there may be an event, or the roster is closed."""
-        if not self._pending and not self._roster.closed:
+        """Sleep until there may be an event, or the watch or the roster is closed."""
+        if not self._pending and not self.closed:
             await self._bell.wait()
 
     async def __anext__(self) -> MemberEvent:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -81,7 +80,7 @@ class Watching(service.Service):
     def watch(self) -> AsyncIterator[RosterUpdate]:
         """Report the present members, then their changes; a slow client gets only the latest state of each member.
 
-        Raises RegistryError if there are too many clients.
+        Raises RegistryError if there are too many clients, also later if this engine then has the most of them.
         """
         return self._tell(service.current_call().peer.address.identity)
 
@@ -118,7 +117,8 @@ class RegistryServer:
     """The list of members, which one engine keeps for all; itself a `Registry`: `async with RegistryServer(engine):`.
 
     It serves calls of `aiote.service` on the engine, beside other services. It takes at most `limit` members and
-    `limit` clients; `turned_away` counts clients beyond that, `watchers` is the present number of clients that watch.
+    `limit` clients. When it is full, a client of another engine takes the place of one of the engine that has the most
+    clients. `turned_away` counts the clients that get no place, `watchers` is the present number of clients that watch.
     `admits` returns whether a peer may register members and watch; by default every peer with the cluster key may.
     """
 
@@ -128,17 +128,21 @@ class RegistryServer:
         self, engine: aiote.Engine, *, limit: int = MEMBERS, admits: Callable[[aiote.Peer], bool] = lambda _: True
     ) -> None:
         self.turned_away = 0
-        self.watchers = 0
         self._engine = engine
         self._limit = limit
         self._callers = service.Callers(engine, admits, "registry's client")
         self._run = secrets.randbits(63)
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
-        self._watchers_of = Counter[bytes]()
+        self._watches: dict[bytes, list[Watch]] = {}
         self._sooner = LazySignal()
         self._next_sweep = math.inf
         self._stack: AsyncExitStack | None = None
+
+    @property
+    def watchers(self) -> int:
+        """The number of clients that watch now."""
+        return sum(map(len, self._watches.values()))
 
     @property
     def address(self) -> aiote.Address:
@@ -208,18 +212,11 @@ class RegistryServer:
     async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:
         """Report members to one client. Raises RegistryError if there are too many clients."""
         self._callers.require()
-        if self.watchers >= self._limit or self._watchers_of[owner] >= WATCHES_EACH:
-            self.turned_away += 1
-            raise RegistryError(
-                f"the registry has {self._limit} clients, or {WATCHES_EACH} of this engine, and accepts no more"
-            )
-        self.watchers += 1
-        self._watchers_of[owner] += 1
+        watch = self._begin_watch(owner)
         try:
             # While a client is slow, its watch keeps members' states, not events.
-            watch = self._roster.watch()
             yield self._update(watch)
-            while not self._roster.closed:
+            while not watch.closed:
                 update = self._update(watch)
                 told = len(update.gone) + len(update.present)
                 if not told:
@@ -230,10 +227,35 @@ class RegistryServer:
                     # Do not send an update for each change, because there may be thousands of changes in a second.
                     await anyio.sleep(TELL_S)
         finally:
-            self.watchers -= 1
-            self._watchers_of[owner] -= 1
-            if not self._watchers_of[owner]:
-                del self._watchers_of[owner]
+            self._end_watch(owner, watch)
+        if not self._roster.closed:
+            raise RegistryError("the registry has too many clients, and this engine the most of them")
+
+    def _begin_watch(self, owner: bytes) -> Watch:
+        """Return a new watch for a client of this engine. Raises RegistryError if there are too many."""
+        own = len(self._watches.get(owner, ()))
+        if own >= WATCHES_EACH or (self.watchers >= self._limit and not self._end_greediest(own)):
+            self.turned_away += 1
+            raise RegistryError(f"the registry has its {self._limit} clients, or {WATCHES_EACH} of this engine")
+        watch = self._roster.watch()
+        self._watches.setdefault(owner, []).append(watch)
+        return watch
+
+    def _end_watch(self, owner: bytes, watch: Watch) -> None:
+        """Close a watch, and free its place. Idempotent."""
+        watch.close()
+        rest = [other for other in self._watches.pop(owner, ()) if other is not watch]
+        if rest:
+            self._watches[owner] = rest
+
+    def _end_greediest(self, own: int) -> bool:
+        """End the last watch of the engine with the most watches; False if an engine with `own` has about as many."""
+        owner = max(self._watches, key=lambda owner: len(self._watches[owner]), default=b"")
+        watches = self._watches.get(owner, [])
+        if len(watches) <= own + 1:
+            return False
+        self._end_watch(owner, watches[-1])
+        return True
 
     def _update(self, watch: Watch) -> RosterUpdate:
         gone: list[str] = []

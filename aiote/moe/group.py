@@ -20,8 +20,9 @@ from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
 from .device_round import DeviceLane
-from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of, within_reach
+from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, NOWHERE, Meeting, MoeService, service_of, within_reach
 from .lane import Lane
+from .leaving import see_off
 from .memory import RankMemory
 from .posting import LeasedInbox, Posting, groups_alone
 from .round import Round
@@ -260,9 +261,8 @@ class MoeGroup:
 
     def _is_member(self, rank: int, caller: aiote.Peer) -> bool:
         """Return whether the caller is that rank, by its identity: any engine that may connect can claim to be one."""
-        if not 0 <= rank < self.sizes.ranks or rank == self.rank:
-            return False
-        return self.members[rank].identity == caller.address.identity and self.membership.takes_part(rank)
+        other = 0 <= rank < self.sizes.ranks and rank != self.rank
+        return other and self.members[rank].identity == caller.address.identity and self.membership.takes_part(rank)
 
     def record_break(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         """Record that another rank broke an epoch, if the caller is that rank, and pass it on."""
@@ -273,12 +273,12 @@ class MoeGroup:
     async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
         if self._is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
-            self.membership.departed[rank] = rounds
-            for lane in self._lanes:
-                lane.check_departed()
-            for lane in self._lanes:
-                # Then the rank revokes its lease, which would end writes to it, and to others in the same request.
-                await lane.wait_quiet()
+            await see_off(self, self._lanes, self._client, rank, rounds)
+
+    async def reached(self, rank: int, epoch: int, lane: int, caller: aiote.Peer) -> tuple[int, int]:
+        """Return how far a lane is, as `MoeService.reached`; NOWHERE to any engine but that rank's."""
+        known = self._is_member(rank, caller) and epoch == self.membership.epoch and lane < len(self._lanes)
+        return await self._lanes[lane].posted() if known else NOWHERE
 
     # Epochs.
 

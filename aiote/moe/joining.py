@@ -16,12 +16,13 @@ import aiote
 
 from .. import service
 from .config import MAX_LANES
-from .wire import SLOTS
+from .wire import ANSWER, ROUTE, SLOTS
 
 __all__ = [
     "AGAIN_S",
     "COMES_LATER",
     "ELSEWHERE",
+    "NOWHERE",
     "Meeting",
     "MoeService",
     "RankHost",
@@ -33,6 +34,8 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 RoundNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+LaneNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
+Reached: TypeAlias = tuple[Annotated[int, Meta(ge=-1, lt=1 << 62)], Annotated[int, Meta(ge=0, le=ANSWER)]]
 Reason: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MOST_AHEAD = 1 << 16
 """How many epochs another rank may be ahead of a rank that is already in the group."""
@@ -63,6 +66,9 @@ class Meeting(msgspec.Struct, frozen=True):
 ELSEWHERE = Meeting(0, [], 0)
 """The answer of a rank that is still in an earlier group of the same number; the caller asks it again."""
 
+NOWHERE = -1, ROUTE
+"""The answer of a rank, to one that asks how far it is, if it is not in that epoch."""
+
 
 class RankHost(Protocol):
     """The interface of a rank to the calls of its peers."""
@@ -75,6 +81,9 @@ class RankHost(Protocol):
 
     async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
+
+    async def reached(self, rank: int, epoch: int, lane: int, caller: aiote.Peer) -> tuple[int, int]:
+        """Return the round and the kind of a lane's last wait, once no earlier write of it is in flight; or NOWHERE."""
 
 
 class MoeService(service.Service):
@@ -97,6 +106,11 @@ class MoeService(service.Service):
     async def left(self, rank: Rank, epoch: Epoch, rounds: Annotated[list[RoundNumber], Meta(max_length=1024)]) -> None:
         """Receive the news that a rank takes part in no more rounds; return once no write to it is in flight."""
         await self._host.record_departure(rank, epoch, rounds, service.current_call().peer)
+
+    @service.method(idempotent=True)
+    async def reached(self, rank: Rank, epoch: Epoch, lane: LaneNumber) -> Reached:
+        """Return the round and the kind of a lane's last wait, once no earlier write of it is in flight; or NOWHERE."""
+        return await self._host.reached(rank, epoch, lane, service.current_call().peer)
 
 
 def service_of(group: int) -> type[MoeService]:

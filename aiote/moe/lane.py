@@ -17,6 +17,7 @@ import aiote
 from ..service.background import LazySignal, run_shielded
 from .arrays import elements, lines, plain
 from .arrivals import ALL, KINDS, LaneCounters
+from .joining import NOWHERE
 from .round import DispatchArguments, Round
 from .states import GroupBrokenError, MoeOverflowError, NotBegunError, RoundState
 from .wire import ROUTE, is_of
@@ -37,6 +38,9 @@ class Lane:
         self.group, self.number = group, number
         self.state = RoundState()
         self.sizes = group.sizes
+        self.reached = NOWHERE
+        """The round and the kind of the last wait that has begun: all writes up to that kind are posted."""
+        self.waiting = False
         self._arrivals: LaneCounters | None = None
         self._transfers: list[tuple[int, aiote.Transfer]] = []
 
@@ -55,7 +59,7 @@ class Lane:
         """Begin an epoch with no round in progress; others write with these immediates (`EpochImmediates.firsts`)."""
         self.close()
         self._arrivals = LaneCounters(self.group.engine, self.number, firsts)
-        self.state = RoundState()
+        self.state, self.reached = RoundState(), NOWHERE
 
     def close(self) -> None:
         """Free the counters. Idempotent."""
@@ -139,6 +143,16 @@ class Lane:
         while not all(transfer.done() for transfer in posted):
             await changed.wait()
 
+    async def posted(self) -> tuple[int, int]:
+        """Return `reached`, once all writes that were posted before have ended."""
+        reached = self.reached
+        await self.quiet()
+        return reached
+
+    def in_round(self, number: int) -> bool:
+        """Return whether a round has begun and is not over."""
+        return self.state.phase != "idle" and self.state.number == number
+
     def needs_nothing(self, rank: int) -> bool:
         """Return whether a rank left after the current round: it has then received everything of this round."""
         rounds = self.group.membership.departed.get(rank)
@@ -176,7 +190,11 @@ class Lane:
                 counted.waited_for[late] += now - since
             late, since = self._late(parity, number) if rank is None else rank, now
 
-        came = await self.arrivals.wait(kind, parity, needs, self.loss_of, record_late if kind == ROUTE else None)
+        self.reached, self.waiting = (number, kind), True
+        try:
+            came = await self.arrivals.wait(kind, parity, needs, self.loss_of, record_late if kind == ROUTE else None)
+        finally:
+            self.waiting = False
         if late is not None:
             record_late(late)
         counted.waited[what] += anyio.current_time() - started

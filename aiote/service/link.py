@@ -95,8 +95,11 @@ class Link:
         self.endpoint, self.peer = endpoint, peer
         engine, loop = endpoint.engine, endpoint.loop
         self.lost = ""
+        self.identity = peer.address.identity
+        self.share = endpoint.budget.share_of(self.identity)
+        self.share.refuse = lambda: peer.disconnect("more waits for it than for anybody else, and there is no room")
         self.lent = Lent(engine, loop, peer, endpoint.budget)
-        self.staging = Staging(engine, loop, endpoint.budget)
+        self.staging = Staging(engine, loop, endpoint.budget, self.share)
         self.borrowed = Borrowed(
             engine,
             loop,
@@ -104,9 +107,6 @@ class Link:
             ask=lambda nbytes: self.post_frame(Ask(nbytes), FRAME_BYTES),
             give_back=lambda number: self.post_frame(Return(number), FRAME_BYTES),
         )
-        self.identity = peer.address.identity
-        self.share = endpoint.budget.share_of(self.identity)
-        self.share.refuse = lambda: peer.disconnect("more waits for it than for anybody else, and there is no room")
         self.hello: HelloFrame | None = None
         self.calls: dict[int, OutgoingCall] = {}
         self.running: dict[int, Served] = {}

@@ -94,14 +94,15 @@ def _aligned(nbytes: int) -> int:
 
 
 class Share:
-    """The bytes that wait for one identity: its calls that have not ended, and the answers that it has not taken.
+    """The bytes of one identity: `waiting`, its calls that have not ended and the answers that it has not taken; and
+    `held`, its segments and the decoded objects of its calls.
 
     `refuse` is called when the budget is used up and this identity has the largest share. The identity then gets no
     more bytes until all of its bytes are given back.
     """
 
     def __init__(self) -> None:
-        self.waiting = 0
+        self.waiting = self.held = 0
         self.refused = False
         self.refuse: Callable[[], object] | None = None
 
@@ -109,7 +110,10 @@ class Share:
 class Budget:
     """The memory that an engine spends on values in flight, in all and for one peer: lent, staged, decoded and waiting.
 
-    Waiting bytes are charged to an identity, so a peer that reconnects has only what is left of its share.
+    Bytes are charged to an identity, so a peer that reconnects has only what is left of its share. A segment cannot be
+    taken back while its peer may write to it. Therefore some memory stays free for others: where a part `p` of `total`
+    is free, an identity may hold `p * p` of it. So the identity that holds the most is refused first, and `n` of them
+    leave at least `total / (n + 1)` free.
     """
 
     def __init__(self, total: int, peer: int) -> None:
@@ -161,36 +165,49 @@ class Budget:
             self._returning -= nbytes
             share.refused = share.waiting > 0
 
-    def take(self, nbytes: int, held: int, segments: int) -> int:
+    def take(self, share: Share, nbytes: int, held: int, segments: int) -> int:
         """Charge a segment that holds `nbytes` contiguous bytes, and return its size.
 
-        The peer has `held` bytes in `segments` segments already. Raises BlockingIOError with the reason if the segment
-        would exceed the limits.
+        The peer has `held` bytes in `segments` segments in the same direction already. Raises BlockingIOError with the
+        reason if the segment would exceed the limits.
         """
         least = _aligned(nbytes)
         size = max(least, min(SEGMENT_BYTES, max(FIRST_BYTES, held)))
-        if held + size > self.peer:
+        if held + size > self.peer or not self._leaves_enough(share, size):
             size = least
         if held + size > self.peer or segments >= MAX_SEGMENTS:
             raise BlockingIOError(
                 f"no room for {nbytes} bytes of arrays: one peer may have {self.peer} under way (peer_bytes)"
             )
-        if self.used + size > self.total:
+        if not self._leaves_enough(share, size):
             raise BlockingIOError(
-                f"no room for {nbytes} bytes of arrays: {self.used} of {self.total} (total_bytes) are in use"
+                f"no room for {nbytes} bytes of arrays: {self.used} of {self.total} (total_bytes) are in use, "
+                f"{share.held} by this peer, and some stay free for others"
             )
-        self.used += size
+        self._hold(share, size)
         return size
 
-    def charge(self, nbytes: int, held: int) -> None:
+    def charge(self, share: Share, nbytes: int, held: int) -> None:
         """Charge `nbytes` for the decoded objects of a message. Raises BlockingIOError beyond the limits.
 
         The objects of the peer's other messages have `held` bytes already.
         """
-        if held + nbytes > self.peer or self.used + nbytes > self.total:
-            raise BlockingIOError(
-                f"no room for values of about {nbytes} bytes as Python objects (limits peer_bytes, total_bytes)"
-            )
+        if held + nbytes > self.peer or not self._leaves_enough(share, nbytes):
+            raise BlockingIOError(f"no room for values of about {nbytes} bytes as objects (peer_bytes, total_bytes)")
+        self._hold(share, nbytes)
+
+    def give(self, share: Share, nbytes: int) -> None:
+        """Stop charging bytes of `take` or `charge`."""
+        share.held -= nbytes
+        self.used -= nbytes
+
+    def _leaves_enough(self, share: Share, nbytes: int) -> bool:
+        """Return whether enough stays free for others if this identity holds `nbytes` more."""
+        free = self.total - self.used - nbytes
+        return free >= 0 and (share.held + nbytes) * self.total <= free * free
+
+    def _hold(self, share: Share, nbytes: int) -> None:
+        share.held += nbytes
         self.used += nbytes
 
 
@@ -199,6 +216,7 @@ class Lent:
 
     def __init__(self, engine: aiote.Engine, loop: EventLoop, peer: aiote.Peer, budget: Budget) -> None:
         self._engine, self._peer, self._budget = engine, peer, budget
+        self._share = budget.share_of(peer.address.identity)
         self._segments: dict[int, tuple[memoryview, aiote.Region]] = {}
         self._count = self._taken = self._numbers = self._returning = 0
         self._returned = Signal(loop)
@@ -216,7 +234,7 @@ class Lent:
             await self._returned.wait()
         if self._closed:
             raise aiote.ClosedError("the peer is lost")
-        size = self._budget.take(nbytes, self._taken, self._count)
+        size = self._budget.take(self._share, nbytes, self._taken, self._count)
         self._taken += size
         self._count += 1
         region: aiote.Region | None = None
@@ -232,7 +250,7 @@ class Lent:
         except BaseException:
             self._taken -= size
             self._count -= 1
-            self._budget.used -= size
+            self._budget.give(self._share, size)
             if region is not None:
                 await region.aclose()
             raise
@@ -259,7 +277,7 @@ class Lent:
             self._returning -= 1
             self._count -= 1
             self._taken -= region.nbytes
-            self._budget.used -= region.nbytes
+            self._budget.give(self._share, region.nbytes)
             self._returned.set()
 
     def view(self, piece: Piece) -> memoryview:
@@ -277,7 +295,7 @@ class Lent:
         self._closed = True
         for _, region in tuple(self._segments.values()):
             await region.aclose()
-        self._budget.used -= self.nbytes
+        self._budget.give(self._share, self.nbytes)
         self._taken -= self.nbytes
         self.nbytes = 0
 
@@ -422,8 +440,8 @@ class Staging:
     write into another array.
     """
 
-    def __init__(self, engine: aiote.Engine, loop: EventLoop, budget: Budget) -> None:
-        self._engine, self._loop, self._budget = engine, loop, budget
+    def __init__(self, engine: aiote.Engine, loop: EventLoop, budget: Budget, share: Share) -> None:
+        self._engine, self._loop, self._budget, self._share = engine, loop, budget, share
         self.segments: dict[int, tuple[Allocator, memoryview, aiote.Region]] = {}
         self._nbytes = self._numbers = 0
         self._closed = False
@@ -439,11 +457,11 @@ class Staging:
                 array.fill(0)
                 weakref.finalize(array, self._let_go, number, offset, nbytes).atexit = False
                 return array, region[offset : offset + nbytes]
-        size = self._budget.take(nbytes, self._nbytes, len(self.segments))
+        size = self._budget.take(self._share, nbytes, self._nbytes, len(self.segments))
         try:
             region = self._engine.register(numpy.zeros(size, numpy.uint8), "local")
         except BaseException:
-            self._budget.used -= size
+            self._budget.give(self._share, size)
             raise
         self._nbytes += size
         self._numbers += 1
@@ -464,12 +482,12 @@ class Staging:
 
     async def _end(self, region: aiote.Region) -> None:
         await region.aclose()
-        self._budget.used -= region.nbytes
+        self._budget.give(self._share, region.nbytes)
 
     async def close(self) -> None:
         """Wait until no transfer uses the segments, and end their registrations."""
         self._closed = True
         for _, _, region in tuple(self.segments.values()):
             await region.aclose()
-        self._budget.used -= self._nbytes
+        self._budget.give(self._share, self._nbytes)
         self._nbytes = 0

@@ -130,7 +130,7 @@ class Running:
         link.running.pop(self.frame.slot, None)
         link.release(self.frame.pieces)
         link.unfolded_bytes -= self._unfolded_bytes
-        link.endpoint.budget.used -= self._unfolded_bytes
+        link.endpoint.budget.give(link.share, self._unfolded_bytes)
         link.endpoint.budget.over(link.share, self._waiting_bytes)
         link.unsent.ends.add(self.frame.slot)
         for other in self._parcels:
@@ -217,7 +217,7 @@ class Running:
 
     def _charge(self, nbytes: int) -> None:
         try:
-            self.link.endpoint.budget.charge(nbytes, self.link.unfolded_bytes)
+            self.link.endpoint.budget.charge(self.link.share, nbytes, self.link.unfolded_bytes)
         except BlockingIOError as error:
             raise _NoRoom(str(error)) from error
         self.link.unfolded_bytes += nbytes

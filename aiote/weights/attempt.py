@@ -69,7 +69,7 @@ class Receiver:
         self.address, self.state, self.client = address, state, client
         self.lent: dict[str, Descriptors] | None = None
         self.places: Numbers = np.zeros((0, 2), np.uint64)
-        self.imm = 0
+        self.imms: dict[str, int] = {}
         self.steps: list[str] = []
 
     def for_source(self, address: str) -> WriteTarget:
@@ -78,7 +78,8 @@ class Receiver:
         # If the places differ from those that the target described, it was served anew since: send the new ones.
         moved = None if np.array_equal(self.places, self.state.places) else self.places
         lent = self.lent.get(address, NOTHING)
-        return WriteTarget(self.state.rank, self.address, self.imm, lent, digest_of(self.state.places), moved)
+        imm = self.imms.get(address, 0)
+        return WriteTarget(self.state.rank, self.address, imm, lent, digest_of(self.state.places), moved)
 
     def record_step(self, step: Step, sources: Sequence[str]) -> None:
         """Record a step of the target. Raises UsageError for a step out of order, or with impossible contents."""
@@ -90,6 +91,8 @@ class Receiver:
             return
         if step.lent is None or step.places is None or step.places.shape[1:] != (2,):
             raise aiote.UsageError("it did not describe the memory that it lends")
+        if len(step.imms) != len(sources):
+            raise aiote.UsageError(f"it gives {len(step.imms)} immediates to {len(sources)} sources")
         regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
         descriptors = step.lent.unpacked(regions * len(sources) + rest)
         if rest or (len(step.places) and int(np.max(step.places[:, 0])) >= regions and sources):
@@ -98,7 +101,7 @@ class Receiver:
             )
         several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
         self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}
-        self.imm, self.places = step.imm, step.places
+        self.imms, self.places = dict(zip(sources, step.imms, strict=True)), step.places
 
 
 class Attempt:

@@ -164,13 +164,13 @@ class UpdateOrder(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """A target's progress in an update.
 
-    A "lent" step carries the immediate of the commits, and for each source, one source after another, a descriptor of
+    A "lent" step carries for each source, one source after another, the immediate of its commit, and a descriptor of
     each region; a descriptor is empty if that source does not write to the region. `places` says where the tensors lie
     in these regions.
     """
 
     kind: Literal["lent", "counted", "committed"]
-    imm: Immediate = 0
+    imms: Annotated[list[Immediate], Meta(max_length=1 << 16)] = []
     lent: Descriptors | None = None
     places: Numbers | None = None
 

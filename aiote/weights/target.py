@@ -278,18 +278,20 @@ class _ServedTarget(TargetService):
         try:
             with mine.guard_step():
                 await target.wait_open()
-            # Use a new immediate, and count only these sources: a late commit of an earlier update must not count.
-            block = counted.enter_context(target.engine.reserve_immediates(1, order.sources))
-            counter = counted.enter_context(target.engine.counter(block.first))
+            # Use new immediates, because a late commit of an earlier update must not count. Each source has one of its
+            # own, because a source that commits twice must not count for another one.
+            blocks = [counted.enter_context(target.engine.reserve_immediates(1, [one])) for one in order.sources]
+            counters = [counted.enter_context(target.engine.counter(block.first)) for block in blocks]
             await target.refresh()
             lent = _lease_regions(target, order.sources, written, leases)
             if target.versions != "shadow":
                 target.change("updating")
             else:
                 target.stale = True
-            yield Step("lent", counter.imm, lent, places_of(target.written))
+            yield Step("lent", [counter.imm for counter in counters], lent, places_of(target.written))
             with mine.guard_step():
-                await counter.wait(len(order.sources)) if order.sources else None
+                for counter in counters:
+                    await counter.wait()
             yield Step("counted")
             with mine.guard_step():
                 await mine.asked.wait()

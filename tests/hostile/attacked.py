@@ -16,6 +16,7 @@ from victim import PATIENCE_S, Bounds, Broken
 import aiote
 from aiote.service import codec, frames
 from aiote.service.definition import Method
+from aiote.weights.rank_memory import plain_errors
 
 KINDS = (frames.MAGIC[0], 0xE0, 0xE1)
 CALL_S = 1.0
@@ -140,7 +141,7 @@ class Attacked:
     async def _work(self, beside: Callable[[], Awaitable[None]]) -> None:
         """Have the members do their work, and something else meanwhile."""
         self.turn += 1
-        with anyio.move_on_after(PATIENCE_S) as scope:
+        with plain_errors(), anyio.move_on_after(PATIENCE_S) as scope:
             async with anyio.create_task_group() as group:
                 group.start_soon(beside)
                 try:

@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import anyio
 import numpy as np
 from attacked import Attacked, Caller, Seed, seed
 from insiders import Insider
+from lying_source import LiedTo, lied_to
 from victim import KEY, LIMITS, Broken
 
 import aiote
@@ -25,6 +27,7 @@ from aiote.weights.protocol import (
     UpdateOrder,
     WriteTarget,
 )
+from aiote.weights.rank_memory import plain_errors
 from engines import opened
 from moe_ranks import Ranks, Tokens, ranks, whole_round
 
@@ -39,7 +42,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class UpdateRanks(Attacked):
-    """Two sources and two targets of weights, which take orders of their controller."""
+    """Two sources and two targets of weights, which take orders of their controller; and others beside a liar."""
 
     def __init__(
         self,
@@ -48,9 +51,12 @@ class UpdateRanks(Attacked):
         controller: Controller,
         trained: list[Arrays],
         served: list[Arrays],
+        insider: LiedTo,
     ) -> None:
         super().__init__(members, caller)
         self._controller, self._trained, self._served = controller, trained, served
+        self._insider = insider
+        self._case: tuple[random.Random, list[str]] = random.Random(0), []
 
     def seeds(self) -> list[Seed]:
         at = Update(time.time_ns(), self.turn + 1)
@@ -68,7 +74,19 @@ class UpdateRanks(Attacked):
             seed(source["send"], at, b"d" * 16, [destination]),
         ]
 
+    async def attack(self, rng: random.Random, log: list[str]) -> None:
+        await super().attack(rng, log)
+        self._case = rng, log
+
     async def work(self) -> None:
+        """Make an update, and beside it one of which a source is an insider."""
+        with plain_errors():
+            async with anyio.create_task_group() as both:
+                if self._case[0].random() < INSIDER_SHARE:
+                    both.start_soon(self._insider.run, *self._case)
+                await self._update()
+
+    async def _update(self) -> None:
         for rank in self._trained:
             rank["a"][...] = self.turn
             rank["b"][...] = self.turn % 2048
@@ -118,15 +136,18 @@ def weights_of(value: int) -> dict[str, np.ndarray]:
 async def update_ranks(provider: str) -> AsyncIterator[UpdateRanks]:
     trained, served = [weights_of(0), weights_of(0)], [weights_of(1), weights_of(1)]
     async with AsyncExitStack() as stack:
-        hub, hostile, *members = [await stack.enter_async_context(opened(provider, **SETTINGS)) for _ in range(6)]
+        hub, hostile, *members = [await stack.enter_async_context(opened(provider, **SETTINGS)) for _ in range(9)]
         named = [hub.address]
+        members, others = members[:4], members[4:]
+        insider = await stack.enter_async_context(lied_to(hub, others))
         for rank in range(2):
             source = serve_source(members[rank], LAYOUT, rank, trained[rank], controllers=named)
             target = serve_target(members[2 + rank], LAYOUT, rank, served[rank], controllers=named)
             await stack.enter_async_context(source)
             await stack.enter_async_context(target)
         addresses = [one.address for one in members]
-        yield UpdateRanks(members, Caller(hostile), Controller(hub, addresses[:2], addresses[2:]), trained, served)
+        controller = Controller(hub, addresses[:2], addresses[2:])
+        yield UpdateRanks(members, Caller(hostile), controller, trained, served, insider)
 
 
 @asynccontextmanager

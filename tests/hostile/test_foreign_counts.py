@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import anyio
@@ -30,7 +31,7 @@ def open_sim() -> Any:
     return opened("sim")
 
 
-async def write(engine: aiote.Engine, to: aiote.Engine, imms: range) -> None:
+async def write(engine: aiote.Engine, to: aiote.Engine, imms: Iterable[int]) -> None:
     for imm in imms:
         await engine.write_imm(None, to.address, imm)
 
@@ -161,7 +162,7 @@ async def test_an_update_is_written_when_its_sources_wrote_it():
             client = service.client(source, hub.address, TargetService)
             steps = client.update(UpdateOrder(Update(1, 1), [str(source.address)], [np.zeros(1, np.uint64)]))
             lent = await anext(steps)
-            await write(stranger, hub, range(lent.imm, lent.imm + 1))
+            await write(stranger, hub, lent.imms)
             await until(lambda: hub.statistics().uninvited == 1)
             counted = []
 
@@ -172,7 +173,30 @@ async def test_an_update_is_written_when_its_sources_wrote_it():
                 group.start_soon(count)
                 await client.describe()
                 assert not counted
-                await write(source, hub, range(lent.imm, lent.imm + 1))
+                await write(source, hub, lent.imms)
                 await until(lambda: counted)
             assert counted[0].kind == "counted"
             assert target.version is None
+
+
+async def test_a_source_that_commits_twice_does_not_count_for_another():
+    layout, array = Layout.over([0], {"a": ((64,), "F32", Replicate())}), np.ones(64, np.float32)
+    async with opened("sim") as hub, opened("sim") as honest, opened("sim") as liar:
+        async with serve_target(hub, layout, 0, {"a": array}):
+            client = service.client(honest, hub.address, TargetService)
+            sources, numbers = [str(honest.address), str(liar.address)], np.zeros(1, np.uint64)
+            steps = client.update(UpdateOrder(Update(1, 1), sources, [numbers, numbers]))
+            lent, counted = await anext(steps), anyio.Event()
+
+            async def count() -> None:
+                assert (await anext(steps)).kind == "counted"
+                counted.set()
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(count)
+                await write(liar, hub, [lent.imms[1]] * 3)
+                await write(liar, hub, [lent.imms[0]] * 3)
+                await until(lambda: hub.statistics().uninvited == 3)
+                await client.describe()
+                assert not counted.is_set()
+                await write(honest, hub, lent.imms[:1])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import anyio
 import numpy as np
 import pytest
 
 import aiote
 from aiote.moe import MoeConfig, MoeGroup
+from aiote.moe.wire import PAYLOAD, slot_of
 from aiote.service import client
-from engines import opened
+from engines import PATIENCE_S, opened, until
 from moe_ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
 
 CONFIG = MoeConfig(
@@ -121,6 +123,41 @@ async def test_a_member_that_has_left_and_owes_its_route_is_lost(on_loss):
             assert out.tobytes() == reference(config, mine).tobytes()
 
         await all_of(*[lambda group=group: one(group) for group in honest])
+
+
+@pytest.mark.parametrize("owes", ["rows", "answers"])
+@pytest.mark.parametrize("goes", [True, False])
+async def test_a_member_that_has_left_and_owes_rows_or_answers_is_lost(owes, goes, monkeypatch):
+    """One count over all ranks does not tell whose are missing; the others are asked whether theirs have come."""
+    config = replace(CONFIG, on_loss="raise", lanes=1)
+    async with ranks(lambda: opened("sim"), 3, config) as groups:
+        honest, liar = [groups[HONEST], groups[OTHER]], groups[LIAR]
+        given = [Tokens(np.random.default_rng(rank), config, 5, wild=False) for rank in range(3)]
+        for tokens in given:
+            tokens.ids[...] = [[0, LIAR * RANK_SIZE]] * 4 + [[0, OTHER * RANK_SIZE]]
+        posting, write = liar.posting, liar.posting.write
+        rows = slot_of(0, PAYLOAD, 0)
+        monkeypatch.setattr(posting, "write", lambda writes, slot: write([] if slot == rows else writes, slot))
+        if owes == "answers":
+            given[LIAR].ids[...] = -1
+        own, why = given[LIAR], f"rank {LIAR}.* it has left the group, and not all that is owed"
+        liar.dispatch_send(own.x, own.ids, own.weights)
+
+        async def one(group: MoeGroup) -> None:
+            mine = given[group.rank]
+            begun = group.dispatch_send(mine.x, mine.ids, mine.weights)
+            if group is honest[0]:
+                await until(lambda: all(one._lanes[0].state.phase != "idle" for one in honest))
+                for other in honest:
+                    await client(liar.engine, other.engine.address, liar.service).left(LIAR, liar.epoch, [1])
+                if goes:
+                    liar.engine.abort()
+            with pytest.raises(aiote.AioteError, match=why):
+                batch = await begun.dispatch_recv()
+                await group.combine(batch, compute(group, batch))
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(*[lambda group=group: one(group) for group in honest])
 
 
 async def test_a_member_that_was_masked_without_a_reason_is_not_waited_for():

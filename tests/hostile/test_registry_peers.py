@@ -53,6 +53,39 @@ def test_where_all_is_full_the_greediest_engine_loses_its_last():
     assert len(roster.known) == 4
 
 
+def test_where_all_sessions_are_taken_the_greediest_engine_loses_its_last():
+    table = LeaseTable(roster := Roster(), limit=6)
+
+    def keep(session: int, owner: str, *names: str) -> dict[str, str]:
+        return table.keep(session, 1, 1.0, [member(name) for name in names], 0.0, owner)
+
+    for session, name in enumerate("abcd"):
+        assert keep(session, "greedy", name) == {}
+    assert keep(4, "one", "e") == {}
+    assert keep(5, "greedy") == {}
+    assert keep(6, "other", "f") == {}  # in the place of the session without members
+    assert list(roster.known) == list("abcdef")
+    table.keep(0, 2, 1.0, [], 0.0, "greedy")
+    assert keep(7, "third", "g") == {}
+    assert keep(8, "fourth", "h") == {}
+    assert keep(9, "fifth", "i") == {}
+    assert list(roster.known) == list("befghi")
+    # All have about as many then: the next is refused, and so is the greedy one.
+    assert keep(10, "sixth", "j") == {"j": "the registry has its 6 clients"}
+    assert keep(11, "greedy", "k").keys() == {"k"}
+    assert list(roster.known) == list("befghi")
+    table.expire(1.0)
+    assert not table._sessions_of
+
+
+def test_a_session_without_members_is_forgotten_of_the_engine_with_the_most():
+    table = LeaseTable(Roster(), limit=3)
+    for session, owner in enumerate(["one", "greedy", "greedy"]):
+        table.keep(session, 1, 1.0, [], 0.0, owner)
+    assert table.keep(3, 1, 1.0, [member("a")], 0.0, "other") == {}
+    assert list(table._sessions) == [0, 2, 3]
+
+
 def test_a_name_is_its_engine_s_as_long_as_that_is_connected():
     there = {"honest"}
     table = LeaseTable(roster := Roster(), limit=9, connected=lambda owner: owner in there)
@@ -123,6 +156,30 @@ async def test_one_engine_has_a_few_watches_and_members_and_others_are_served():
         events = honest.watch()
         async with honest.join(member("honest")):
             await until_told(events, ("joined", "honest"))
+
+
+@pytest.mark.anyio
+async def test_where_all_watch_that_may_the_greediest_engine_ends_one():
+    async with opened("sim") as liar, opened("sim") as there, RegistryServer(there, limit=4) as server:
+        watching = service.client(liar, server.address, Watching)
+        streams = [watching.watch() for _ in range(4)]
+        for stream in streams:
+            await anext(stream)
+        async with client(server.address) as one, client(server.address) as two:
+            await one.ready()
+            await two.ready()
+            for stream in streams[2:]:
+                with pytest.raises(aiote.AioteError, match="too many clients, and this engine the most of them"):
+                    await anext(stream)
+            assert server.watchers == 4
+            # The others have about as many then: the next is refused.
+            with pytest.raises(aiote.AioteError, match="has its 4 clients"):
+                await anext(watching.watch())
+            async with one.join(member("honest")):
+                for stream in streams[:2]:
+                    while not (update := await anext(stream)).present:
+                        pass
+                    assert update.present[0][1].name == "honest"
 
 
 class Talkative(service.Service):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 import aiote
 from aiote import service
 from aiote.service.endpoint import CallEndpoint
-from aiote.service.frames import CallFrame, CallStatus, Cancel, End, Frame, HelloFrame, pack, unpack
+from aiote.service.frames import Ask, CallFrame, CallStatus, Cancel, End, Frame, Grant, HelloFrame, pack, unpack
 from aiote.service.memory import Budget
 from aiote.service.server import EACH
 from aiote.service.unsent import CROWDED_BYTES
@@ -21,12 +22,18 @@ from engines import opened, pair, until
 GREEDY = HelloFrame(1, True, (1 << 32) - 1, 1 << 16, 1 << 20, 1 << 40)
 ITEM_BYTES = 8000
 STREAMS = 100
+GREEDY_ENGINES = 5
+F = TypeVar("F")
 
 
 class Waiting(service.Service):
     @service.method
     async def get(self, nbytes: int) -> bytes:
         return b"x" * nbytes
+
+    @service.method
+    async def size(self, data: bytes) -> int:
+        return len(data)
 
     @service.method
     async def wait(self) -> None:
@@ -108,16 +115,17 @@ async def test_the_greediest_is_refused_first():
 
             async with anyio.create_task_group() as group:
                 group.start_soon(ask)
-                end = await _end(liar)
+                end = await _next(liar, End)
                 assert (end.slot, end.status) == (4, CallStatus.BUSY)
                 await liar.send(peer, pack([Cancel(slot, 1) for slot in range(4)]))
             assert answer == [b"xxx"]
 
 
-async def _end(engine) -> End:
+async def _next(engine: aiote.Engine, kind: type[F]) -> F:
+    """Return the next frame of this kind."""
     async for message in engine.messages():
         for frame in unpack(message.data):
-            if isinstance(frame, End):
+            if isinstance(frame, kind):
                 return frame
     raise AssertionError
 
@@ -137,6 +145,24 @@ def test_a_share_is_its_identity_s_and_the_greediest_is_refused():
     budget.over(share, 60)
     budget.over(other, 50)
     assert not budget.waiting
+
+
+@pytest.mark.anyio
+async def test_engines_that_borrow_all_they_may_leave_memory_for_others():
+    limits = service.Limits(peer_bytes=4 << 20, total_bytes=8 << 20)
+    async with AsyncExitStack() as stack:
+        there, honest, *liars = [await stack.enter_async_context(opened("sim")) for _ in range(2 + GREEDY_ENGINES)]
+        server = await stack.enter_async_context(service.serve(there, Waiting(), limits=limits))
+        for liar in liars:
+            peer = await liar.connect(there.address)
+            await liar.send(peer, pack([GREEDY]))
+            nbytes = limits.peer_bytes
+            while nbytes:
+                await liar.send(peer, pack([Ask(nbytes)]))
+                if not (await _next(liar, Grant)).descriptor:
+                    nbytes //= 2
+        assert server.endpoint.budget.used > limits.total_bytes // 2
+        assert await service.client(honest, there.address, Waiting).size(b"x" * 100_000) == 100_000
 
 
 @pytest.mark.anyio

@@ -16,7 +16,7 @@ import aiote
 from aiote import service
 from aiote.moe import GroupBrokenError, MoeConfig, open_group
 from aiote.moe.config import Sizes
-from aiote.moe.joining import Meeting, service_of
+from aiote.moe.joining import NOWHERE, Meeting, service_of
 from aiote.moe.memory import LaneMap
 from aiote.moe.wire import Route, route_bytes
 from claims import WRONG, claimed
@@ -236,6 +236,9 @@ class Stranger:
 
     async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         pass
+
+    async def reached(self, rank: int, epoch: int, lane: int, caller: aiote.Peer) -> tuple[int, int]:
+        return NOWHERE
 
 
 MEETINGS = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
+from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, leaving, open_group
 from aiote.moe.states import Membership, RoundState
 from engines import LOST_SOON, PATIENCE_S, opened, until
 from moe_ranks import Tokens, all_of, compute, ranks, reference, whole_round
@@ -188,8 +188,15 @@ async def test_tokens_that_may_not_fit_where_ranks_may_differ_are_refused_and_th
         await whole_round(groups, tokens)
 
 
-async def test_ranks_that_leave_after_the_last_round_break_nobody_s():
+async def test_ranks_that_leave_after_the_last_round_break_nobody_s(monkeypatch):
     """Two have all that they asked for, and leave with their engines, while the first still waits for the last."""
+    checked, others_reached = [], leaving._others_reached
+
+    async def noted(*given: Any) -> bool:
+        checked.append(await others_reached(*given))
+        return checked[-1]
+
+    monkeypatch.setattr(leaving, "_others_reached", noted)
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(local()) for _ in range(4)]
         members = [engine.address for engine in engines]
@@ -205,7 +212,7 @@ async def test_ranks_that_leave_after_the_last_round_break_nobody_s():
             async with engine, open_group(engine, members, rank, one) as group:
                 batch = await group.dispatch(own.x, own.ids, own.weights)
                 if rank == 3:
-                    await until(lambda: len(gone) == 2 and len(engine.peers) == 1)
+                    await until(lambda: len(gone) == 2 and len(engine.peers) == 1 and len(checked) > 2)
                 out = await group.combine(batch, compute(group, batch))
                 assert out.tobytes() == reference(one, own).tobytes()
             gone.append(rank)

@@ -61,25 +61,46 @@ def free_stretches(nbytes: int, taken: list[tuple[int, int]]) -> list[int]:
 
 
 def test_a_budget_bounds_one_peer_and_all():
-    budget = Budget(total=5 * SEGMENT_BYTES, peer=2 * SEGMENT_BYTES + 1000)
-    assert budget.take(1, 0, 0) == FIRST_BYTES
-    assert budget.take(1, 4 * FIRST_BYTES, 3) == 4 * FIRST_BYTES
-    assert budget.take(SEGMENT_BYTES + 1, 0, 0) == SEGMENT_BYTES + ALIGNMENT
+    budget = Budget(total=12 * SEGMENT_BYTES, peer=2 * SEGMENT_BYTES + 1000)
+    share, other = budget.share_of(b"one"), budget.share_of(b"other")
+    assert budget.take(share, 1, 0, 0) == FIRST_BYTES
+    assert budget.take(share, 1, 4 * FIRST_BYTES, 3) == 4 * FIRST_BYTES
+    assert budget.take(share, SEGMENT_BYTES + 1, 0, 0) == SEGMENT_BYTES + ALIGNMENT
     # Near its limit a peer gets no more than it needs.
-    assert budget.take(100, 2 * SEGMENT_BYTES, 2) == 128
+    assert budget.take(share, 100, 2 * SEGMENT_BYTES, 2) == 128
     with pytest.raises(BlockingIOError, match="one peer may have"):
-        budget.take(1001, 2 * SEGMENT_BYTES, 3)
+        budget.take(share, 1001, 2 * SEGMENT_BYTES, 3)
     with pytest.raises(BlockingIOError, match="one peer may have"):
-        budget.take(1, 0, MAX_SEGMENTS)
-    budget.take(2 * SEGMENT_BYTES, 0, 0)
+        budget.take(share, 1, 0, MAX_SEGMENTS)
+    budget.take(share, 2 * SEGMENT_BYTES, 0, 0)
+    # More than 8 of 12 segments are free, so others may hold 5 each.
     with pytest.raises(BlockingIOError, match="are in use"):
-        budget.take(2 * SEGMENT_BYTES, 0, 0)
+        budget.take(share, 2 * SEGMENT_BYTES, 0, 0)
+    budget.charge(other, 2 * SEGMENT_BYTES, 0)
+    budget.give(other, 2 * SEGMENT_BYTES)
+    budget.give(share, budget.used)
+    assert budget.used == share.held == other.held == 0
+
+
+@pytest.mark.parametrize("peers", [1, 2, 7, 100])
+def test_greedy_peers_leave_memory_for_others(peers):
+    budget = Budget(total=1 << 30, peer=1 << 30)
+    shares = [budget.share_of(bytes([number])) for number in range(peers)]
+    for share in shares:
+        for _ in range(1 << 15):
+            try:
+                budget.take(share, 1 << 15, 0, 0)
+            except BlockingIOError:
+                break
+    assert budget.total - budget.used >= budget.total // (peers + 1)
+    newcomer = budget.share_of(b"newcomer")
+    assert budget.take(newcomer, budget.total // (peers + 2) ** 2, 0, 0)
 
 
 @pytest.mark.anyio
 async def test_places_are_given_in_order_and_a_cancelled_wait_passes_its_turn_on():
     async with linked("sim") as (user, owner):
-        budget = Budget(FIRST_BYTES, FIRST_BYTES)
+        budget = Budget(4 * FIRST_BYTES, FIRST_BYTES)
         lent = Lent(owner, current_loop(), next(iter(owner.peers)), budget)
         asked: list[int] = []
         returned: list[int] = []
@@ -161,7 +182,7 @@ async def test_grants_of_memory_that_was_not_asked_for_are_refused():
 async def test_staging_is_free_when_nobody_has_the_array():
     async with linked("sim") as (engine, _):
         budget = Budget(1 << 30, 1 << 30)
-        staging = Staging(engine, current_loop(), budget)
+        staging = Staging(engine, current_loop(), budget, budget.share_of(b"peer"))
         array, _ = staging.take(300_000)
         address = array.__array_interface__["data"][0]
         array.fill(7)

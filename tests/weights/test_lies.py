@@ -63,29 +63,36 @@ class Lying(TargetService):
 
 LIES: dict[str, tuple[Callable[[Any], list[Step]], str]] = {
     "counted first": (lambda lent: [Step("counted")], "it says 'counted' after"),
-    "lent twice": (lambda lent: [Step("lent", 1, lent, PLACES)] * 2, "it says 'lent' after"),
+    "lent twice": (lambda lent: [Step("lent", [1], lent, PLACES)] * 2, "it says 'lent' after"),
     "counted twice": (
-        lambda lent: [Step("lent", 1, lent, PLACES), Step("counted"), Step("counted")],
+        lambda lent: [Step("lent", [1], lent, PLACES), Step("counted"), Step("counted")],
         "it says 'counted' after",
     ),
-    "committed unasked": (lambda lent: [Step("lent", 1, lent, PLACES), Step("committed")], "it says 'committed' after"),
+    "committed unasked": (
+        lambda lent: [Step("lent", [1], lent, PLACES), Step("committed")],
+        "it says 'committed' after",
+    ),
     "over without a word": (lambda lent: [], "ended the update before the commit"),
-    "no memory": (lambda lent: [Step("lent", 1)], "did not describe the memory"),
-    "a place nowhere": (lambda lent: [Step("lent", 1, lent, PLACES + np.uint64(7))], "it lends"),
-    "a place beyond": (lambda lent: [Step("lent", 1, lent, PLACES + np.array([0, 9999], np.uint64))], "begins at byte"),
-    "too few places": (lambda lent: [Step("lent", 1, lent, PLACES[:0])], "expected the places of 1 tensors"),
-    "a large immediate": (lambda lent: [Step("lent", 1 << 40, lent, PLACES)], "Expected `int` <= 268435455"),
+    "no memory": (lambda lent: [Step("lent", [1])], "did not describe the memory"),
+    "a place nowhere": (lambda lent: [Step("lent", [1], lent, PLACES + np.uint64(7))], "it lends"),
+    "a place beyond": (
+        lambda lent: [Step("lent", [1], lent, PLACES + np.array([0, 9999], np.uint64))],
+        "begins at byte",
+    ),
+    "too few places": (lambda lent: [Step("lent", [1], lent, PLACES[:0])], "expected the places of 1 tensors"),
+    "a large immediate": (lambda lent: [Step("lent", [1 << 40], lent, PLACES)], "Expected `int` <= 268435455"),
+    "too few immediates": (lambda lent: [Step("lent", [], lent, PLACES)], "0 immediates to 1 sources"),
     "ends that go back": (
-        lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array([9, 2**64 - 1], np.uint64)), PLACES)],
+        lambda lent: [Step("lent", [1], Descriptors(lent.data, np.array([9, 2**64 - 1], np.uint64)), PLACES)],
         "descriptors of memory, got",
     ),
     "ends that are no row": (
-        lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array(3, np.uint64)), PLACES)],
+        lambda lent: [Step("lent", [1], Descriptors(lent.data, np.array(3, np.uint64)), PLACES)],
         "descriptors of memory, got",
     ),
-    "places without bytes": (lambda lent: [Step("lent", 1, lent, np.zeros((3, 0), np.uint64))], "did not describe"),
-    "places that are no rows": (lambda lent: [Step("lent", 1, lent, np.array(1, np.uint64))], "did not describe"),
-    "no descriptor": (lambda lent: [Step("lent", 1, Descriptors.of([b"none"]), PLACES)], "escriptor"),
+    "places without bytes": (lambda lent: [Step("lent", [1], lent, np.zeros((3, 0), np.uint64))], "did not describe"),
+    "places that are no rows": (lambda lent: [Step("lent", [1], lent, np.array(1, np.uint64))], "did not describe"),
+    "no descriptor": (lambda lent: [Step("lent", [1], Descriptors.of([b"none"]), PLACES)], "escriptor"),
 }
 
 
@@ -99,7 +106,7 @@ async def test_a_target_that_lies_fails_alone(lie):
 
 async def test_nobody_is_made_to_write_to_another_s_memory():
     """The region is a third engine's, which has given it to somebody else."""
-    report, memory, foreign = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=False)
+    report, memory, foreign = await told(lambda lent: [Step("lent", [1], lent, PLACES)], own=False)
     assert WRONG["another engine's"] in report.failed["liar"]
     assert not foreign.any()
     np.testing.assert_array_equal(memory, np.arange(64))
@@ -111,7 +118,7 @@ CLAIMS = WRONG | {"too short": "leaves its", "revoked": "revoked"}
 
 @pytest.mark.parametrize("how", CLAIMS)
 async def test_memory_that_is_not_as_claimed_fails_its_target_alone(how):
-    report, memory, foreign = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=True, how=how)
+    report, memory, foreign = await told(lambda lent: [Step("lent", [1], lent, PLACES)], own=True, how=how)
     assert report.committed == [""]
     assert re.search(CLAIMS[how], report.failed["liar"]), report.failed
     assert not foreign.any()
@@ -119,7 +126,7 @@ async def test_memory_that_is_not_as_claimed_fails_its_target_alone(how):
 
 
 async def test_a_target_that_falls_silent_fails_alone_and_by_the_limit():
-    report, memory, _ = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=True, limit=5.0)
+    report, memory, _ = await told(lambda lent: [Step("lent", [1], lent, PLACES)], own=True, limit=5.0)
     assert report.committed == [""]
     assert "it did not have every byte 5.0 s (limit) after the sources had ended" in report.failed["liar"]
     np.testing.assert_array_equal(memory, np.arange(64))

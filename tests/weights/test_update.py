@@ -314,7 +314,7 @@ class Uncounted:
     def __init__(self) -> None:
         self.waited = False
 
-    async def wait(self, count: int) -> None:
+    async def wait(self, count: int = 1) -> None:
         self.waited = True
         await anyio.sleep_forever()
 

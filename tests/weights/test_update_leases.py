@@ -38,7 +38,7 @@ async def test_what_was_lent_for_an_update_is_refused_after_it(versions, ends, p
         region = source.register(mine)
         await source.write(region, remote)
         if ends == "committed":
-            await source.write_imm(None, rank.address, lent.imm)
+            await source.write_imm(None, rank.address, lent.imms[0])
             assert (await anext(stream)).kind == "counted"
             await client.commit(UPDATE)
             assert (await anext(stream)).kind == "committed"
