@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
@@ -33,15 +32,12 @@ class Trial:
 
 def tried(providers: tuple[str, ...] = PROVIDERS, patience_s: float = PATIENCE_S) -> list[Trial]:
     """Try these providers, all at once; one that takes longer than `patience_s` seconds is not usable."""
-    # Not the script's folder first on the path: a file there may have the name of a module.
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "AIOTE_STATUS_PAGE": "off"}
     begun = [
         subprocess.Popen(
-            [sys.executable, "-m", "aiote.cli.trial", provider],
+            [sys.executable, "-P", "-m", "aiote.cli.trial", provider],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
         )
         for provider in providers
     ]
@@ -65,7 +61,7 @@ def _ended(child: subprocess.Popen[bytes], provider: str, deadline: float, patie
 
 async def _open(provider: str) -> dict[str, object]:
     try:
-        async with aiote.open_engine(provider) as engine:
+        async with aiote.open_engine(provider, status_page=False) as engine:
             return {"rails": [rail.name for rail in engine.rails], "reason": ""}
     except aiote.AioteError as error:
         return {"rails": [], "reason": str(error)}
