@@ -12,7 +12,7 @@ READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 WITH_TORCH := PYTHONPATH="$(abspath $(VENV))/torch$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
+.PHONY: docs docs-links demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -31,7 +31,7 @@ check: system  ## lint, types and the tests that need no libfabric, in a minute:
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py --check $(ARGS)
 
-test: test-system  ## lint, then every test with the newest libfabric here, then again with the system's
+test: test-system  ## lint, then every test with the newest libfabric here, again with the system's, and make docs
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py $(ARGS)
 
@@ -153,6 +153,9 @@ docs: test-system  ## build the docs as a site into docs/_build/html, and check 
 	@$(READY) docs --install
 	$(BIN)/python -P -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
 	$(BIN)/python -P tools/check_site.py
+
+docs-links: docs  ## list the links of the docs that leave the site; nothing asks the network for them
+	@$(BIN)/python -P tools/check_site.py --outside
 
 test-versions: test-system  ## lint and tests on each Python here, then with the lowest and newest packages; ARGS="3.13 lowest"
 	@$(READY) dev

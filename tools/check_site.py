@@ -1,9 +1,9 @@
 """Check the site that `make docs` has built, as a reader meets it.
 
 Each link between its pages leads to a page and to a heading that is there; links that leave the site are counted by
-host, and listed with `--outside`: nothing here asks the network for them. Where Chromium is installed, the search
-finds a name of the API, and pages fit a wide and a narrow window without an error; `--screenshots FOLDER` keeps what
-was seen.
+host. `--outside` lists them and checks nothing: nothing here asks the network for them. Where Chromium is installed,
+the search finds a name of the API, and pages fit a wide and a narrow window without an error; `--screenshots FOLDER`
+keeps what was seen.
 """
 
 from __future__ import annotations
@@ -130,19 +130,20 @@ def browsed(site: Path, screenshots: Path | None) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path, nargs="?", default=ROOT / "docs" / "_build" / "html")
-    parser.add_argument("--outside", action="store_true", help="list the links that leave the site")
+    parser.add_argument("--outside", action="store_true", help="only list the links that leave the site")
     parser.add_argument("--screenshots", type=Path, help="a folder for pictures of the pages, in two widths")
     arguments = parser.parse_args()
     site = arguments.site.resolve()
     if not (site / "index.html").exists():
         parser.error(f"{arguments.site} has no index.html: build the site with `make docs`")
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
-    wrong = dead_links(site, pages)
     hosts = outside(pages)
-    links = sum(len(page.links) for page in pages.values())
-    print(f"{len(pages)} pages with {links} links; {sum(map(len, hosts.values()))} lead outside, to {len(hosts)} hosts")
     if arguments.outside:
         print(*sorted(link for found in hosts.values() for link in found), sep="\n")
+        return 0
+    wrong = dead_links(site, pages)
+    links = sum(len(page.links) for page in pages.values())
+    print(f"{len(pages)} pages with {links} links; {sum(map(len, hosts.values()))} lead outside, to {len(hosts)} hosts")
     if arguments.screenshots:
         arguments.screenshots.mkdir(parents=True, exist_ok=True)
     if shutil.which("chromium"):

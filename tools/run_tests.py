@@ -7,7 +7,8 @@ is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
-each mechanism. `--check` is for between two commits: lint, types, and quick tests that need no libfabric.
+each mechanism. At the end `make docs` builds and checks the site, unless arguments for pytest are given. `--check` is
+for between two commits: lint, types, and quick tests that need no libfabric.
 
 A test that waited in vain runs again when all is over, alone (test_again.py); `--all` repeats nothing. A missing
 library is a failure. `--lanes N` sets the number of lanes. Other arguments are handed to pytest, and paths among them
@@ -59,8 +60,10 @@ CHOICES = {
     "system": ("--combinations", "tests", "--turn", "1"),
     "guest": ("--combinations", "tests", "--turn", "2"),
 }
-# What is as much a test as the others, and too long for every day: targets of the Makefile, and their ARGS.
+# What is as much a test as the others: targets of the Makefile, and their ARGS. DAILY is short enough for every day.
+DAILY = {"docs": ""}
 LONG = {
+    **DAILY,
     "soak": "--seconds 120",
     "soak-kvcache": "--seconds 120",
     "soak-rails": "--runs 200",
@@ -354,10 +357,11 @@ def main() -> int:
         if not given:
             outcomes += unasked(outcomes, kinds)
         verdict = Verdict() if chosen.all else judged(outcomes, tests.again)
-        if chosen.all and not given:
-            # Mutants hang, which the usual limit has to end.
-            del os.environ["PYTEST_ADDOPTS"]
-            outcomes += [made(target, arguments) for target, arguments in LONG.items()]
+        if not given and not chosen.check:
+            if chosen.all:
+                # Mutants hang, which the usual limit has to end.
+                del os.environ["PYTEST_ADDOPTS"]
+            outcomes += [made(target, arguments) for target, arguments in (LONG if chosen.all else DAILY).items()]
     return concluded(outcomes, load, verdict)
 
 

@@ -72,6 +72,8 @@ if [ "$purpose" = test ]; then
     command -v "${CXX:-g++}" >/dev/null || wish g++
     # a registry of members
     command -v etcd >/dev/null || wish etcd-server
+    # metrics and the dashboard, as Prometheus reads them
+    command -v promtool >/dev/null || wish prometheus
     # aiote top, as people see it
     command -v tmux >/dev/null || wish tmux
     # the page of examples/kvcache, as people see it

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
@@ -20,13 +20,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiote.observe.status_page import EngineStatus, pages
+from aiote.observe.status_page import VERSION, OtherVersion, EngineStatus, other_versions, pages
 
 __all__ = ["Rates", "command", "picture"]
 
 STALE_S = 5.0
 SHOWN_PEERS = 5
 GIB = 1 << 30
+Look: TypeAlias = tuple[list[dict[str, Any]], list[OtherVersion]]
 TROUBLES = ("peer.lost", "rail.failed", "rail.down", "connection.refused", "memory.staged")
 
 AsJson = Annotated[
@@ -93,11 +94,18 @@ def _shown(known: list[EngineStatus]) -> dict[str, Any]:
     }
 
 
-def picture(engines: list[dict[str, Any]]) -> RenderableType:
-    """Draw the engines."""
-    if not engines:
+def picture(engines: list[dict[str, Any]], others: Sequence[OtherVersion] = ()) -> RenderableType:
+    """Draw the engines, and name the pages of other versions."""
+    if not engines and not others:
         return Text("this user runs no engine on this host, or the engines have status_page off", style="dim")
-    return Group(*(part for engine in engines for part in (_heading(engine), _rails(engine), _below(engine))))
+    parts = [part for engine in engines for part in (_heading(engine), _rails(engine), _below(engine))]
+    return Group(*parts, *map(_unread, others))
+
+
+def _unread(other: OtherVersion) -> Text:
+    text = Text.assemble((f"{other.pid} ", "bold"), no_wrap=True, overflow="ellipsis")
+    reason = f"page of version {other.version}, and this aiote reads version {VERSION}: use that process's own aiote"
+    return text.append(reason, style="yellow")
 
 
 def _heading(engine: dict[str, Any]) -> Text:
@@ -193,21 +201,21 @@ def command(as_json: AsJson = False, once: Once = False, interval: Interval = 1.
         if as_json:
             _follow(rates, looks, interval, once)
         elif once or not sys.stdout.isatty():
-            for engines in _looks(rates, looks or 2, interval):
-                last = engines
-            Console().print(picture(last))
+            for seen in _looks(rates, looks or 2, interval):
+                last = seen
+            Console().print(picture(*last))
         else:
             with Live(picture([]), console=Console(), screen=True, auto_refresh=False) as live:
-                for engines in _looks(rates, looks, interval):
-                    live.update(picture(engines), refresh=True)
+                for seen in _looks(rates, looks, interval):
+                    live.update(picture(*seen), refresh=True)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
 
-def _looks(rates: Rates, looks: int, interval: float) -> Iterable[list[dict[str, Any]]]:
+def _looks(rates: Rates, looks: int, interval: float) -> Iterable[Look]:
     done = 0
     while True:
-        yield rates.look(pages())
+        yield rates.look(pages()), list(other_versions())
         done += 1
         if done == looks:
             return
@@ -215,6 +223,7 @@ def _looks(rates: Rates, looks: int, interval: float) -> Iterable[list[dict[str,
 
 
 def _follow(rates: Rates, looks: int, interval: float, once: bool) -> None:
-    for number, engines in enumerate(_looks(rates, looks, interval), 1):
+    for number, (engines, others) in enumerate(_looks(rates, looks, interval), 1):
         if not once or number == looks:
-            print(json.dumps({"engines": engines}), flush=True)
+            unread = [other._asdict() for other in others]
+            print(json.dumps({"engines": engines, "other_versions": unread}), flush=True)

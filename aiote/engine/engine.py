@@ -128,6 +128,7 @@ class Engine:
             tuple(rail.device.served for rail in self._runtime.rail_set.rails),
             peers=self._links.connected,
             **self._regions.count_regions(),
+            **self._links.leases.counted(),
             **self._runtime.outer_counts(),
         )
 

@@ -99,6 +99,10 @@ class GrantedLeases:
             raise
         return memory
 
+    def counted(self) -> dict[str, int]:
+        """Return the number of leases that have not ended."""
+        return {"leases": len({lease for leases in tuple(self._live.values()) for lease in tuple(leases)})}
+
     def void_ranges(self, holder: Holder) -> list[tuple[int, int]]:
         """Return the ranges of lease numbers that are void for a holder."""
         return list(self._grants.void_ranges(holder))

@@ -3,9 +3,10 @@
 This package does not import `prometheus` and `tracing` because these need libraries of their own.
 """
 
+from .calls import CallTimes
 from .events import Event, Events
 from .latency import Histogram, Latencies
 from .statistics import EngineStatistics
 from .status_page import StatusPage
 
-__all__ = ["EngineStatistics", "Event", "Events", "Histogram", "Latencies", "StatusPage"]
+__all__ = ["CallTimes", "EngineStatistics", "Event", "Events", "Histogram", "Latencies", "StatusPage"]

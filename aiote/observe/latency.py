@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import UsageError
-from .wrapping import VERBS, Verb, wrap_verbs
+from .wrapping import SUBMITS, VERBS, Verb, wrap_verbs
 
 __all__ = ["BOUNDS", "Histogram", "Latencies"]
 
@@ -53,10 +53,10 @@ class Histogram:
 class Latencies:
     """Times one work request in `every` on each rail (`engine.statistics().times`), until `close`.
 
-    With `verbs` it also times one await in `every` of each verb, which costs every await a tenth of a microsecond.
-    Transfers that are not awaited through the engine's own verbs (`submit_` forms, prepared requests, services) appear
-    only in the times of the rails. Use one object per engine at a time: the newest sets `every` for the rails, and
-    closing any stops the timing of the rails. Raises UsageError for an `every` below 1, ClosedError.
+    With `verbs` it also times one await in `every` of each verb, and one call in `every` of each `submit_` form, which
+    returns when the transfer is posted or queued. That costs every await and call a tenth of a microsecond. Prepared
+    requests appear only in the times of the rails. Use one object per engine at a time: the newest sets `every` for the
+    rails, and closing any stops the timing of the rails. Raises UsageError for an `every` below 1, ClosedError.
     """
 
     def __init__(self, engine: Any, every: int = 16, *, verbs: bool = False) -> None:
@@ -65,16 +65,26 @@ class Latencies:
         engine.time_rails(every)
         self.every, self._engine = every, weakref.ref(engine)
         self._by_verb = {name: Histogram() for name in VERBS} if verbs else {}
-        self._stop: Callable[[], None] = wrap_verbs(engine, self._wrap, tuple(self._by_verb))
+        self._by_submit = {name: Histogram() for name in SUBMITS} if verbs else {}
+        self._stops: tuple[Callable[[], None], ...] = (
+            wrap_verbs(engine, self._wrap, tuple(self._by_verb)),
+            wrap_verbs(engine, self._wrap_submit, tuple(self._by_submit)),
+        )
 
     @property
     def by_verb(self) -> Mapping[str, Histogram]:
         """The histogram of each verb; empty without `verbs`."""
         return MappingProxyType(self._by_verb)
 
+    @property
+    def by_submit(self) -> Mapping[str, Histogram]:
+        """The histogram of each `submit_` form, by its name; empty without `verbs`."""
+        return MappingProxyType(self._by_submit)
+
     def close(self) -> None:
         """Stop the timing; the histograms stay. Idempotent."""
-        self._stop()
+        for stop in self._stops:
+            stop()
         engine = self._engine()
         if engine is not None and not engine.closed:
             engine.time_rails(0)
@@ -99,5 +109,25 @@ class Latencies:
                 raise
             histogram.add(perf_counter_ns() - began)
             return result
+
+        return call
+
+    def _wrap_submit(self, name: str, verb: Verb) -> Verb:
+        histogram, every, left = self._by_submit[name], self.every, 1
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left:
+                return verb(*args, **kwargs)
+            left = every
+            began = perf_counter_ns()
+            try:
+                transfer = verb(*args, **kwargs)
+            except BaseException:
+                histogram.failures += 1
+                raise
+            histogram.add(perf_counter_ns() - began)
+            return transfer
 
         return call

@@ -8,17 +8,18 @@ for microseconds; any thread may do it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .latency import BOUNDS, Latencies
+from .calls import CallTimes
+from .latency import BOUNDS, Histogram, Latencies
 from .statistics import RailTimes
 
-__all__ = ["METRICS", "POOL", "EngineCollector", "PoolCollector"]
+__all__ = ["CALLS", "METRICS", "POOL", "CallCollector", "EngineCollector", "PoolCollector"]
 
 
 class _Described(NamedTuple):
@@ -76,6 +77,7 @@ DESCRIBED = (
     _Described("aiote_regions", "gauge", "Open regions.", "", _plain("regions")),
     _Described("aiote_registered_bytes", "gauge", "Bytes of open regions.", "", _plain("registered_bytes")),
     _Described("aiote_registrations", "counter", "Regions registered.", "", _plain("registrations")),
+    _Described("aiote_leases", "gauge", "Leases that were granted and have not ended.", "", _plain("leases")),
     _Described("aiote_heartbeats_sent", "counter", "Heartbeats sent.", "", _plain("heartbeats_sent")),
     _Described("aiote_heartbeats_heard", "counter", "Heartbeats heard.", "", _plain("heartbeats_heard")),
     _Described("aiote_events", "counter", "Events: peers lost, rails failed, ...", "event", _events),
@@ -83,12 +85,19 @@ DESCRIBED = (
 RAIL_LATENCY = "aiote_rail_request_seconds"
 LATENCY = "aiote_await_seconds"
 LATENCY_FAILURES = "aiote_await_failures"
+SUBMIT = "aiote_submit_seconds"
+SUBMIT_FAILURES = "aiote_submit_failures"
+CALL, CALL_FAILURES, CALLS_RUNNING = "aiote_call_seconds", "aiote_call_failures", "aiote_calls_running"
+PARTS = ("bucket", "count", "sum")
 METRICS = (
     *(each.name + ("_total" if each.kind == "counter" else "") for each in DESCRIBED),
-    *(f"{histogram}_{part}" for histogram in (RAIL_LATENCY, LATENCY) for part in ("bucket", "count", "sum")),
+    *(f"{histogram}_{part}" for histogram in (RAIL_LATENCY, LATENCY, SUBMIT) for part in PARTS),
     f"{LATENCY_FAILURES}_total",
+    f"{SUBMIT_FAILURES}_total",
 )
 """The names of all samples of an engine."""
+CALLS = (*(f"{CALL}_{part}" for part in PARTS), f"{CALL_FAILURES}_total", CALLS_RUNNING)
+"""The names of all samples of calls."""
 POOL: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
     ("aiote_kvcache_pages", "Pages of the pool.", lambda pool: pool.pages),
     ("aiote_kvcache_pages_held", "Pages that requests hold.", lambda pool: pool.pages - pool.free),
@@ -129,6 +138,7 @@ class EngineCollector(Collector):
         if self._latencies is not None:
             yield self._rail_latency(counts.times)
             yield from self._latency(self._latencies)
+            yield from self._submits(self._latencies)
 
     def describe(self) -> Iterator[Metric]:
         """Yield no metrics, so that registering the collector does not collect; Prometheus does that when it asks."""
@@ -145,13 +155,51 @@ class EngineCollector(Collector):
         text = f"Awaits of verbs that went well, one in {latencies.every} timed."
         times = HistogramMetricFamily(LATENCY, text, labels=["engine", "verb"])
         failures = CounterMetricFamily(LATENCY_FAILURES, "Timed awaits that raised.", labels=["engine", "verb"])
-        for verb, histogram in latencies.by_verb.items():
-            # Copy the buckets once: the engine may add samples meanwhile, and the count is the sum of the buckets.
-            held, sum_ns = list(histogram.buckets), histogram.sum_ns
-            times.add_metric([self._name, verb], _cumulated(held), sum_ns * 1e-9)
-            failures.add_metric([self._name, verb], histogram.failures)
+        _add(times, failures, self._name, latencies.by_verb)
         yield times
         yield failures
+
+    def _submits(self, latencies: Latencies) -> Iterator[Metric]:
+        text = f"Calls of submit forms that did not raise, one in {latencies.every} timed."
+        times = HistogramMetricFamily(SUBMIT, text, labels=["engine", "verb"])
+        failures = CounterMetricFamily(SUBMIT_FAILURES, "Timed calls that raised.", labels=["engine", "verb"])
+        _add(times, failures, self._name, {name.removeprefix("submit_"): h for name, h in latencies.by_submit.items()})
+        yield times
+        yield failures
+
+
+def _add(times: HistogramMetricFamily, failures: CounterMetricFamily, name: str, each: Mapping[str, Histogram]) -> None:
+    for label, histogram in tuple(each.items()):
+        # Copy the buckets once: the engine may add samples meanwhile, and the count is the sum of the buckets.
+        held, sum_ns = list(histogram.buckets), histogram.sum_ns
+        times.add_metric([name, label], _cumulated(held), sum_ns * 1e-9)
+        failures.add_metric([name, label], histogram.failures)
+
+
+class CallCollector(Collector):
+    """A collector of a service's calls, which `CallTimes.intercept` measures; each sample has the labels `service`,
+    which is `name`, and `method`.
+    """
+
+    def __init__(self, times: CallTimes, name: str) -> None:
+        self._times, self._name = times, name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; see prometheus_client."""
+        labels = ["service", "method"]
+        times = HistogramMetricFamily(CALL, "Calls that went well.", labels=labels)
+        failures = CounterMetricFamily(CALL_FAILURES, "Calls that raised or were cancelled.", labels=labels)
+        running = GaugeMetricFamily(CALLS_RUNNING, "Calls under way.", labels=labels)
+        _add(times, failures, self._name, self._times.by_method)
+        for method, number in tuple(self._times.running.items()):
+            running.add_metric([self._name, method], number)
+        yield times
+        yield failures
+        yield running
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield no metrics, so that registering the collector does not collect; Prometheus does that when it asks."""
+        return iter(())
 
 
 class PoolCollector(Collector):

@@ -36,8 +36,8 @@ class EngineStatistics:
     of work requests, if they are being timed (`Latencies`).
 
     Connected `peers`; open `regions`, their `registered_bytes`, and the number of regions ever registered
-    (`registrations`); `heartbeats_sent` and `heartbeats_heard`; how often the engine emitted each event (`events`), by
-    name.
+    (`registrations`); `leases` that the engine granted and that have not ended; `heartbeats_sent` and
+    `heartbeats_heard`; how often the engine emitted each event (`events`), by name.
     """
 
     posted: int
@@ -65,6 +65,7 @@ class EngineStatistics:
     regions: int
     registered_bytes: int
     registrations: int
+    leases: int
     heartbeats_sent: int
     heartbeats_heard: int
     events: Mapping[str, int]

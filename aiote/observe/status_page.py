@@ -2,9 +2,10 @@
 
 A page is a file in a folder that only the user can access: `$XDG_RUNTIME_DIR/aiote`, else `/run/user/UID/aiote`, else
 `/tmp/aiote-UID` (modes 0700 and 0600). Each write replaces the file, so that a reader never sees half a page. The file
-holds a magic number, a version, a length and the checksum of the rest, then an `EngineStatus` in MessagePack. A reader
-trusts neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so
-that a reader can remove the pages of dead processes whatever they contain.
+holds a magic number, a version, a length and the checksum of the rest, then a `EngineStatus` in MessagePack. Every version
+begins with the magic number and the version, so that a reader can name a page that it cannot parse. A reader trusts
+neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so that a
+reader can remove the pages of dead processes whatever they contain.
 
 The engine writes the page when a peer connects, when the last peer is lost, and with its heartbeats, at most once a
 second; without peers it has no heartbeats, and does not wake up for the page.
@@ -23,18 +24,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from heapq import nsmallest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from .events import Event, Events
 from .processes import ProcessId, this_process
 
-__all__ = ["EngineStatus", "PeerStatus", "RailStatus", "StatusPage", "folders", "pages", "read_page"]
+__all__ = [
+    "OtherVersion",
+    "PeerStatus",
+    "RailStatus",
+    "EngineStatus",
+    "StatusPage",
+    "folders",
+    "other_versions",
+    "pages",
+    "read_page",
+]
 
 MAGIC = b"aiotetop"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
+VERSIONED = struct.Struct("<8sI")
+"""The part of the header that every version has."""
 LARGEST = 1 << 18
 PERIOD_S = 1.0
 SHOWN_PEERS = 256
@@ -209,23 +222,17 @@ def _replace(path: Path, data: bytes) -> None:
 # The reader's side.
 
 
+class OtherVersion(NamedTuple):
+    """A page in another version of the format, which is named and not parsed: its process and its version."""
+
+    pid: int
+    version: int
+
+
 def read_page(path: Path) -> EngineStatus | None:
     """Return the status on a page, or None if the file is another user's, of another version, cut off or invalid."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(descriptor)
-        own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-        if not own or found.st_size > LARGEST:
-            return None
-        data = os.read(descriptor, LARGEST)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    if len(data) < HEADER.size:
+    data = _own_bytes(path)
+    if data is None or len(data) < HEADER.size:
         return None
     magic, version, length, checksum = HEADER.unpack_from(data)
     body = data[HEADER.size :]
@@ -239,6 +246,40 @@ def read_page(path: Path) -> EngineStatus | None:
 
 def pages() -> Iterator[EngineStatus]:
     """Yield the status of each live engine of this user; remove the pages of dead processes."""
+    for path, writer in _live():
+        if (status := read_page(path)) is not None and _is_of(status, writer):
+            yield status
+
+
+def other_versions() -> Iterator[OtherVersion]:
+    """Yield the pages of live processes of this user that another version of aiote wrote."""
+    for path, writer in _live():
+        data = _own_bytes(path)
+        if data is None or len(data) < VERSIONED.size:
+            continue
+        magic, version = VERSIONED.unpack_from(data)
+        if magic == MAGIC and version != VERSION and (writer.local or _is_fresh(path)):
+            yield OtherVersion(writer.pid, version)
+
+
+def _own_bytes(path: Path) -> bytes | None:
+    """Return the content of a file that belongs to this user and is closed to others, at most `LARGEST` bytes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        return os.read(descriptor, LARGEST) if own and found.st_size <= LARGEST else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _live() -> Iterator[tuple[Path, ProcessId]]:
+    """Yield each page with its writer, unless the writer is known to be dead: then remove its files."""
     for folder in dict.fromkeys(folders()):
         if not _is_own(folder):
             continue
@@ -249,10 +290,17 @@ def pages() -> Iterator[EngineStatus]:
             if writer.local and not writer.alive:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
-            elif path.suffix == SUFFIX and (status := read_page(path)) is not None and _is_of(status, writer):
-                yield status
+            elif path.suffix == SUFFIX:
+                yield path, writer
 
 
 def _is_of(status: EngineStatus, writer: ProcessId) -> bool:
     age_s = (time.time_ns() - status.written_ns) * 1e-9
     return status.pid == writer.pid and (writer.local or abs(age_s) < FRESH_S)
+
+
+def _is_fresh(path: Path) -> bool:
+    try:
+        return abs(time.time() - path.lstat().st_mtime) < FRESH_S
+    except OSError:
+        return False

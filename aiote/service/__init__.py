@@ -16,7 +16,7 @@ from .errors import (
     NotServedError,
     RemoteError,
 )
-from .interceptors import CallInfo, Interceptor
+from .interceptors import CallInfo, Interceptor, intercept_all
 from .members import MemberSource
 from .running import current_call
 from .server import Health, HealthStatus, Server, serve
@@ -45,6 +45,7 @@ __all__ = [
     "Stream",
     "client",
     "current_call",
+    "intercept_all",
     "method",
     "serve",
 ]

@@ -93,10 +93,11 @@ class Caller:
             link: Link | None = None
             try:
                 link = await self.link(method, avoid)
-                if not self._interceptors:
+                interceptors = self.endpoint.client_interceptors + self._interceptors
+                if not interceptors:
                     return await self._call_once(link, method, bound)
                 proceed = functools.partial(self._call_once, link, method, bound)
-                return await run_interceptors(self._interceptors, CallInfo(method.name, link.peer), proceed)
+                return await run_interceptors(interceptors, CallInfo(method.name, link.peer), proceed)
             except CallError as error:
                 if not self._may_repeat(method, error, attempt, link, avoid):
                     raise
@@ -193,7 +194,8 @@ class Caller:
                 await begin(begun[0], method, bound, wait=self.wait)
 
             try:
-                await run_interceptors(self._interceptors, CallInfo(method.name, link.peer), proceed)
+                interceptors = self.endpoint.client_interceptors + self._interceptors
+                await run_interceptors(interceptors, CallInfo(method.name, link.peer), proceed)
             except BaseException:
                 for incoming in begun:
                     incoming.abandon()

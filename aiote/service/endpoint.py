@@ -109,6 +109,9 @@ class CallEndpoint:
         # anyio's own function would look up the running loop each time, which takes a sixth of an empty call.
         self.deadline = anyio.lowlevel.current_token().backend_class.current_effective_deadline
         self.servers: list[CallHandler] = []
+        # Around every call of the engine, outside of those of single clients and servers (interceptors.py).
+        self.client_interceptors: tuple[Any, ...] = ()
+        self.server_interceptors: tuple[Any, ...] = ()
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
         self.registrations = Registrations(limits.kept_bytes, MAX_KEPT)
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0

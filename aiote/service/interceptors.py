@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 import aiote
 
-__all__ = ["CallInfo", "Interceptor", "run_interceptors"]
+from .endpoint import CallEndpoint
+
+__all__ = ["CallInfo", "Interceptor", "intercept_all", "run_interceptors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +40,35 @@ async def run_interceptors(
     for interceptor in reversed(interceptors):
         proceed = functools.partial(interceptor, info, proceed)
     return await proceed()
+
+
+def intercept_all(
+    engine: aiote.Engine, *, client: Sequence[Interceptor] = (), server: Sequence[Interceptor] = ()
+) -> Callable[[], None]:
+    """Run interceptors around every call that an engine makes and serves; return a function that ends this.
+
+    That includes the calls of KV caches, weight updates, registries and groups on the engine. These interceptors are
+    outside of those that `client` and `serve` were given. The engine's limits on calls are set by then: to other ones
+    than the defaults by a `serve` or `client` before. Raises UsageError, ClosedError.
+    """
+    endpoint = Endpoint.of(engine)
+    mine = tuple(client), tuple(server)
+    endpoint.client_interceptors += mine[0]
+    endpoint.server_interceptors += mine[1]
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            endpoint.client_interceptors = _without(endpoint.client_interceptors, mine[0])
+            endpoint.server_interceptors = _without(endpoint.server_interceptors, mine[1])
+
+    return stop
+
+
+def _without(interceptors: tuple[Interceptor, ...], some: tuple[Interceptor, ...]) -> tuple[Interceptor, ...]:
+    left = list(interceptors)
+    for one in some:
+        left.remove(one)
+    return tuple(left)

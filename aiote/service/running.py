@@ -177,7 +177,7 @@ class Running:
         return None
 
     async def _call(self) -> Parcel:
-        interceptors = self._server.interceptors
+        interceptors = self.link.endpoint.server_interceptors + self._server.interceptors
         if not interceptors:
             return await self._proceed()
 

@@ -51,13 +51,19 @@ def test_a_whole_site_has_no_dead_link(site):
 def test_a_link_that_leads_nowhere_is_told(site, link, said, monkeypatch, capsys):
     (site / "index.html").write_text(f'{INDEX}<a href="{link}">dead</a>')
     assert dead_links(site, pages(site)) == [said]
-    monkeypatch.setattr(sys, "argv", ["check_site.py", str(site), "--outside"])
+    monkeypatch.setattr(sys, "argv", ["check_site.py", str(site)])
     monkeypatch.setenv("PATH", "")  # without a browser
     assert main() == 1
     told = capsys.readouterr().out
     assert said in told
-    assert "https://example.org/x" in told
+    assert "1 lead outside, to 1 hosts" in told
     assert "NOT LOOKED AT" in told
+
+
+def test_links_that_leave_the_site_are_listed_alone(site, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check_site.py", str(site), "--outside"])
+    assert main() == 0
+    assert capsys.readouterr().out == "https://example.org/x\n"
 
 
 def test_a_folder_without_a_site_is_refused(tmp_path, monkeypatch, capsys):

@@ -148,6 +148,48 @@ def test_the_table_of_verbs_settings_is_whole(config):
         assert meaning
 
 
+NOT_IN_A_RANGE = {"cluster_key", "host", "identity", "ssl_server", "ssl_client", "verbs", "libfabric", "libcuda"}
+"""Secrets, names and paths."""
+
+
+def ranges() -> dict[str, str]:
+    return {row[0].strip("`"): row[1] for row in rows(SETTINGS, "Setting")}
+
+
+def test_every_setting_has_a_range_and_a_reason():
+    fields = {item.name for item in dataclasses.fields(aiote.EngineConfig)} - NOT_IN_A_RANGE
+    assert set(ranges()) == fields | {f"verbs.{item.name}" for item in dataclasses.fields(aiote.VerbsConfig)}
+    assert all(len(row) == 3 and row[2] for row in rows(SETTINGS, "Setting"))
+
+
+def made(setting: str, value: object) -> object:
+    """Return the value that a config has after it was made with it."""
+    kind, name = (aiote.VerbsConfig, setting[6:]) if setting.startswith("verbs.") else (aiote.EngineConfig, setting)
+    beside = {"heartbeat_interval": {"heartbeat_timeout": 0.02}, "heartbeat_timeout": {"heartbeat_interval": 0.01}}
+    return getattr(kind(**{name: value}, **beside.get(name, {})), name)
+
+
+@pytest.mark.parametrize("setting", ranges())
+def test_a_value_is_taken_within_its_range_and_refused_outside(setting, config):
+    text = ranges()[setting]
+    if found := re.fullmatch(r"(-?\d+) to (\d+)", text):
+        least, most = map(int, found.groups())
+        inside, outside = [least, most], [least - 1, most + 1]
+    elif text.startswith(("from", "above")):
+        number = re.match(r"(?:from|above) ([\d.]+)", text)
+        bound = float(number[1]) if number else 0.01  # of heartbeat_timeout: the interval that it is made with
+        first = text.startswith("from")
+        inside, outside = [bound if first else bound + 0.005], [bound - 0.005 if first else bound, float("inf")]
+    else:
+        inside = list(ast.literal_eval(f"[{text.replace('`', '')}]"))
+        outside = [object()]
+    for value in inside:
+        assert made(setting, value) == value
+    for value in outside:
+        with pytest.raises(aiote.UsageError):
+            made(setting, value)
+
+
 OTHER_VALUES = {
     "cluster_key": ("k" * 16, b"k" * 16),
     "host": ("127.0.0.9", "127.0.0.9"),

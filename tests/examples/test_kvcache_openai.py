@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import anyio
 import httpx
@@ -15,6 +16,7 @@ from aiote.demo import RequestCache, plan
 from aiote.demo import tokens as vocabulary
 from aiote.demo.one_process import run_reference
 from clusters import CONTEXT, PATIENCE_S, Cluster, reference_settings
+from page_blocks import block, replaced
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
@@ -79,6 +81,12 @@ def test_a_stream_ends_with_its_usage_where_that_is_asked_for(client, references
         assert "".join(choice.text for choice in mine) == text_of(tokens)
         assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["length"]
     assert all(chunk.choices and chunk.usage is None for chunk in greedy(client, stream=True))
+
+
+def test_the_page_s_program_prints_what_the_cluster_answers(cluster, monkeypatch, capsys):
+    monkeypatch.setenv("KVCACHE_TOKEN", cluster.token)
+    exec(replaced(block("serving", 0), "http://localhost:8000", cluster.url), {"openai": openai, "os": os})
+    assert capsys.readouterr().out
 
 
 def test_an_answer_ends_before_a_stop(client, references):

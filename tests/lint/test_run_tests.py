@@ -77,6 +77,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for name, value in {"ROOT": tmp_path, "TESTS": tmp_path / "tests", "REPORTS": tmp_path / "reports"}.items():
         monkeypatch.setattr(run_tests, name, value)
     monkeypatch.setattr(run_tests, "linted", lambda: LINT)
+    monkeypatch.setattr(run_tests, "made", lambda target, _arguments: Outcome(target, True, ""))
     monkeypatch.setattr(run_tests, "version", lambda _library: (2, 5))
     monkeypatch.setattr(run_tests, "newest_library", lambda: Path("new/libfabric.so.1"))
     monkeypatch.setattr(run_tests, "system_library", lambda: Path("old/libfabric.so.1"))
@@ -131,6 +132,27 @@ def test_all_that_passes_passes(machine, monkeypatch, capsys):
     assert said[0].startswith(f"Python {sys.version.split()[0]} ")
     assert said[-2] == f"  {run_tests.running_on()}"
     assert "  processor time: 4 s" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "built"),
+    [([], 1), (["--check"], 0), (["-k", "it"], 0), (["tests/engine/test_it.py"], 0)],
+    ids=["all tests", "check", "an option", "a file"],
+)
+@pytest.mark.parametrize("passes", [True, False])
+def test_the_site_is_built_beside_all_tests_alone(arguments, built, passes, machine, monkeypatch, capsys):
+    asked: list[str] = []
+    monkeypatch.setattr(run_tests, "quick", lambda: ({"quick": run_tests.Kind(None, ())}, ["engine/test_it.py"]))
+    machine["quick"] = 0
+
+    def made(target: str, _arguments: str) -> Outcome:
+        asked.append(target)
+        return Outcome(target, passes, "")
+
+    monkeypatch.setattr(run_tests, "made", made)
+    assert run_main(monkeypatch, *arguments) == (0 if passes or not built else 1)
+    assert asked == ["docs"] * built
+    assert ("FAILED  docs" in capsys.readouterr().out) is (bool(built) and not passes)
 
 
 @pytest.mark.parametrize("kind", ["newest", "system"])

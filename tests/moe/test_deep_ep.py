@@ -18,6 +18,10 @@ def test_the_published_logic_passes(tmp_path, ranks):
     assert torch_ranks.run("deep_ep_scenarios.published", ranks, tmp_path) == [16] * ranks
 
 
+def test_the_functions_of_the_page_give_what_experts_return(tmp_path):
+    torch_ranks.run("deep_ep_scenarios.of_the_page", 2, tmp_path)
+
+
 def test_calls_may_overlap_be_repeated_and_passed_over(tmp_path):
     torch_ranks.run("deep_ep_scenarios.order", 2, tmp_path)
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.moe import GroupBrokenError, MoeConfig, MoeOverflowError, device, device_round
+from aiote.moe import GroupBrokenError, MoeConfig, MoeOverflowError, device, device_round, open_group
 from cuda_emulation import EmulatedGpu
-from engines import PATIENCE_S, opened, until
+from engines import PATIENCE_S, linked, opened, until
 from moe_devices import Place, drawn, filled, moved, on_a_gpu, rounds
-from moe_ranks import Tokens, all_of, ranks, reference
+from moe_ranks import Tokens, all_of, expert, ranks, reference
+from page_blocks import block, replaced, run
 
 PACKED: dict[str, Any] = {"placement": "packed"}
 SHAPES = {
@@ -71,6 +72,28 @@ async def test_rounds_on_gpus_have_the_bits_of_rounds_on_cpus(place, shape, coun
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_ranks_on_gpus_and_on_cpus_are_of_one_group(place, shape):
     await rounds(local, place, SHAPES[shape], [True, False, True], 3)
+
+
+async def test_the_page_s_layer_gives_what_one_process_would(place):
+    text = replaced(block("moe", 3), "device=0", "device=launcher")
+    layer = (await run(text, open_group=open_group, launcher=place.launcher))["on_a_gpu"]
+    config, rng = MoeConfig(experts=8, top_k=2, hidden=16, tokens=9), np.random.default_rng(1)
+    given = [Tokens(rng, config, 5 + n, wild=False) for n in range(2)]
+    async with linked("local") as engines:
+        members = [engine.address for engine in engines]
+
+        async def of(rank: int) -> Any:
+            def experts(x: Any) -> Any:
+                rows, first = place.back(x), 4 * rank
+                made = [expert(config, first + number, rows[number]) for number in range(len(rows))]
+                return place.there(np.stack(made))
+
+            x, ids, weights, _ = moved(place, given[rank])
+            return place.back(await layer(engines[rank], members, rank, config, x, ids, weights, experts))
+
+        sums = await all_of(lambda: of(0), lambda: of(1))
+    for one, found in zip(given, sums, strict=True):
+        assert np.array_equal(found, reference(config, one))
 
 
 async def test_rows_that_do_not_fit_are_dropped_or_refused_as_on_cpus(place):

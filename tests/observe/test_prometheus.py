@@ -12,12 +12,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aiote.kvcache import PagePool
 from aiote.observe.latency import Latencies
-from aiote.observe.prometheus import DESCRIBED, METRICS, POOL, EngineCollector, PoolCollector
+from aiote.observe.prometheus import CALLS, DESCRIBED, METRICS, POOL, EngineCollector, PoolCollector
 from engines import across, linked
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "_static" / "grafana.json"
-UNITS = {"bytes", "seconds"}
+ALL = (*METRICS, *CALLS, *(name for name, *_ in POOL))
+
+
+NIXL = {f"agent_{name}" for name in ("tx_bytes", "rx_bytes", "tx_requests_num", "rx_requests_num", "errors_total")}
+NIXL |= {f"agent_{name}" for name in ("memory_registered", "memory_deregistered", "xfer_time", "xfer_post_time")}
+"""What NIXL's exporter for Prometheus has of transfers, by its README."""
 
 
 def told(registry: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -74,7 +79,7 @@ async def test_pages_that_requests_hold_are_told():
     assert told(registry)["aiote_kvcache_pages_held"] == {(("pool", "decode"),): 0}
 
 
-@pytest.mark.parametrize("name", [*METRICS, *(name for name, *_ in POOL)])
+@pytest.mark.parametrize("name", ALL)
 def test_names_follow_the_conventions(name):
     assert re.fullmatch(r"aiote_[a-z]+(_[a-z]+)*", name)
     words = set(name.removesuffix("_total").split("_"))
@@ -90,8 +95,11 @@ def test_counters_end_in_total_and_gauges_do_not():
 
 def test_the_page_has_every_metric():
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    named = {re.sub(r"(_seconds)_(bucket|count|sum)$", r"\1", name) for name in METRICS}
-    assert set(re.findall(r"`(aiote_[a-z_]+)`", page)) == named | {name for name, *_ in POOL}
+    tables, _, beside_nixl = page.partition("## NIXL's telemetry")
+    named = {re.sub(r"(_seconds)_(bucket|count|sum)$", r"\1", name) for name in ALL}
+    assert set(re.findall(r"`(aiote_[a-z_]+)`", tables)) == named
+    assert set(re.findall(r"`(aiote_[a-z_]+)`", beside_nixl)) <= named
+    assert set(re.findall(r"`(agent_[a-z_]+)`", beside_nixl)) == NIXL
 
 
 def test_the_dashboard_asks_for_what_there_is():
@@ -101,7 +109,7 @@ def test_the_dashboard_asks_for_what_there_is():
     for expression in asked:
         names = set(re.findall(r"aiote_[a-z_]+", expression))
         assert names
-        assert names <= set(METRICS) | {name for name, *_ in POOL}, expression
+        assert names <= set(ALL), expression
     places = [panel["gridPos"] for panel in dashboard["panels"]]
     cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
     assert len(cells) == len(set(cells))

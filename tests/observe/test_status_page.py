@@ -26,6 +26,7 @@ from aiote.observe.status_page import (
     SHOWN_PEERS,
     VERSION,
     EngineStatus,
+    other_versions,
     packed,
     pages,
     read_page,
@@ -174,6 +175,25 @@ def test_other_versions_and_too_much_are_refused(folder):
     good = packed(FOUND)
     assert read_page(write(folder, good[:8] + struct.pack("<I", VERSION + 1) + good[12:])) is None
     assert read_page(write(folder, good + bytes(LARGEST))) is None
+
+
+@pytest.mark.parametrize(
+    ("age_s", "local", "named"), [(0, True, True), (3600, True, True), (0, False, True), (3600, False, False)]
+)
+def test_a_page_of_another_version_is_named_while_its_process_lives(folder, age_s, local, named):
+    good, written = packed(FOUND), time.time() - age_s
+    path = write(folder, good[:8] + struct.pack("<I", VERSION + 1) + b"anything")
+    os.utime(path, (written, written))
+    writer = this_process() if local else this_process()._replace(namespace=1)
+    path.rename(folder / f"{writer}-1.page")
+    assert list(other_versions()) == [(os.getpid(), VERSION + 1)] * named
+    assert not list(pages())
+
+
+@pytest.mark.parametrize("data", [b"", MAGIC, b"no page." + bytes(20), packed(FOUND), packed(FOUND)[:12]])
+def test_no_other_version_is_named_of_what_is_none(folder, data):
+    write(folder, data)
+    assert not list(other_versions())
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "absent"])

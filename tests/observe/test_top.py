@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from aiote.cli.top import GIB, Rates, picture
-from aiote.observe.status_page import EngineStatus, PeerStatus, RailStatus
+from aiote.observe.processes import this_process
+from aiote.observe.status_page import MAGIC, VERSION, VERSIONED, PeerStatus, RailStatus, EngineStatus
 from engines import PATIENCE_S
 
 ALONE = """
@@ -148,6 +149,26 @@ def test_wrong_arguments_are_refused(wrong, tmp_path):
     done = subprocess.run([*COMMAND, *wrong], capture_output=True, text=True, env=alone(tmp_path))
     assert done.returncode == 2
     assert wrong[0] in done.stderr
+
+
+def test_a_page_of_another_version_is_named_and_not_parsed(tmp_path):
+    folder = tmp_path / "aiote"
+    folder.mkdir(mode=0o700)
+    page = folder / f"{this_process()}-1.page"
+    page.write_bytes(VERSIONED.pack(MAGIC, VERSION + 1) + b"\x1b[2J")
+    page.chmod(0o600)
+
+    def said(*options: str) -> str:
+        command = [*COMMAND, "--once", "--interval", "0.1", *options]
+        return subprocess.run(command, capture_output=True, text=True, env=alone(tmp_path), check=True).stdout
+
+    assert json.loads(said("--json")) == {
+        "engines": [],
+        "other_versions": [{"pid": os.getpid(), "version": VERSION + 1}],
+    }
+    shown = said()
+    assert f"{os.getpid()} page of version {VERSION + 1}" in shown
+    assert "\x1b" not in shown
 
 
 def alone(folder: Path) -> dict[str, str]:

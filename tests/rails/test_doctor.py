@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sysfs_trees
 from aiote.cli.doctor import as_dict, lines
+from aiote.cli.trial import PROVIDERS, Trial, tried
 from aiote.rails.diagnosis import Finding, examine
 from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from switch import Switch
@@ -247,7 +248,9 @@ def told(done: subprocess.CompletedProcess[str]) -> dict:
     """Return the JSON, whose shape and exit status are checked."""
     assert done.stderr == ""
     report = json.loads(done.stdout)
-    assert set(report) == {"findings", "facts"}
+    assert set(report) == {"providers", "findings", "facts"}
+    for one in report["providers"]:
+        assert one["usable"] == bool(one["rails"]) == (not one["reason"])
     assert all(set(finding) == {"level", "about", "what", "mend"} for finding in report["findings"])
     assert done.returncode == int(any(finding["level"] == "wrong" for finding in report["findings"]))
     return report
@@ -265,6 +268,36 @@ def test_the_report_of_this_machine_says_every_finding():
     for finding in report["findings"]:
         assert f"{finding['level']:5}  {finding['about']}: " in done.stdout
         assert f"       {finding['mend']}\n" in done.stdout
+
+
+def test_each_provider_is_usable_or_why_it_is_not_is_said():
+    report = {one["provider"]: one for one in told(doctor("--json"))["providers"]}
+    assert set(report) == set(PROVIDERS)
+    assert report["local"]["rails"] == ["local"]
+    assert report["socket"]["usable"]
+    assert "fi_writedata" in report["cxi"]["reason"] or "libfabric" in report["cxi"]["reason"]
+    done = doctor(AIOTE_LIBFABRIC="/none/libfabric.so.1")
+    said = [line for line in done.stdout.splitlines() if line[:5] in ("yes  ", "no   ")]
+    assert [line.split()[1] for line in said] == list(PROVIDERS)
+    for line in said:
+        assert (" is usable: " if line.startswith("yes") else " is not usable: ") in line
+        assert line.startswith("yes") == (line.split()[1] in ("local", "socket", "verbs") and " is usable" in line)
+    assert "tcp is not usable: load libfabric: no libfabric was found" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "the process that tried it ended by signal 11"),
+        ("import os; os._exit(3)", "the process that tried it ended with status 3"),
+        ("import time; time.sleep(100)", "it was not open after 5 s"),
+    ],
+    ids=["crashes", "ends", "hangs"],
+)
+def test_a_library_that_crashes_or_hangs_is_not_usable_and_harms_nothing(code, reason, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert tried(("local",), 5) == [Trial("local", (), reason)]
 
 
 def test_a_missing_libfabric_is_found_with_what_mends_it():

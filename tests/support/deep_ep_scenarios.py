@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 import aiote
 from aiote import bridge
 from aiote.moe import deep_ep, fp8
+from page_blocks import block
 
 PATIENCE_S = 60
 LOW = (1 << 32) - 1
@@ -174,6 +175,19 @@ def published(rank: int, ranks: int) -> int:
             assert difference(alike, out) < (0.007 if how.get("round_scale") else 9e-4 if how["use_fp8"] else 1e-5)
     me.buffer.destroy()
     return turns
+
+
+def of_the_page(rank: int, ranks: int) -> None:
+    """The functions of docs/moe.md give the sums of what experts return."""
+    names: dict[str, Any] = {}
+    exec(block("moe", 2), names)
+    me, x = Rank(rank, ranks, SMALL), tokens_of(rank, SMALL, "random")
+    buffer = names["buffer_of"](distributed.group.WORLD, SMALL.tokens, SMALL.hidden, SMALL.experts)
+    given = (x, me.ids, me.weights, SMALL.tokens, SMALL.experts)
+    out = names["layer"](buffer, *given, lambda got, count: me.returned(got))
+    assert torch.equal(out, me.expected(x, {"use_fp8": True}))
+    buffer.destroy()
+    me.buffer.destroy()
 
 
 def order(rank: int, ranks: int) -> None:
