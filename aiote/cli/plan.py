@@ -94,8 +94,8 @@ def weights(
     gather: Annotated[Gather, typer.Option(help="always: whole tensors on every trainer, as full_tensor has.")] = (
         Gather.AUTO
     ),
-    ranks_per_nic: Annotated[int, typer.Option(min=1, help="How many ranks share a NIC.")] = 1,
-    gbits: Annotated[float, typer.Option(min=0.001, help="A NIC's speed, in Gbit/s.")] = 400.0,
+    ranks_per_nic: Annotated[int, typer.Option(help="How many ranks share a NIC.")] = 1,
+    gbits: Annotated[float, typer.Option(help="A NIC's speed, in Gbit/s.")] = 400.0,
     nics: Annotated[
         str, typer.Option(metavar="NAME|FILE", help=NICS_HELP, show_default="one of --gbits without latency")
     ] = "",
@@ -113,8 +113,9 @@ def weights(
     with refusing():
         if plot:
             require()
-        name, layouts = _chosen(preset, sources, targets, recipe)
         found = nics_of(nics, nics_per_rank) if nics else plain_nics(gbits, nics_per_rank or 1)
+        in_range("ranks-per-nic", ranks_per_nic, 1)
+        name, layouts = _chosen(preset, sources, targets, recipe)
         in_range("ranks-per-nic", ranks_per_nic, 1, len(layouts[0].ranks) + len(layouts[1].ranks))
         plan = plan_update(*layouts, gather=gather.value)
         summary = summary_of(name, plan, ranks_per_nic, found.model.gbps)

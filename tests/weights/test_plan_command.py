@@ -195,7 +195,7 @@ def test_sizes_that_look_equal_share_a_bar_and_many_are_left_out():
         (["--preset", "kimi-k2", "--sources", "x"], "has layouts and a recipe of its own"),
         (["--sources", "absent.toml", "--targets", "absent.toml"], "absent.toml: No such file"),
         (["--preset", "gpt"], "--preset"),
-        (["--ranks-per-nic", "0"], "--ranks-per-nic"),
+        (["--ranks-per-nic", "0"], "ranks-per-nic=0: expected 1 or more"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, words):
