@@ -21,8 +21,8 @@ each pair of ranks the NIC (source + target) % NICs; over EFA that is a predicti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from itertools import starmap
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from aiote.moe.config import MoeConfig, Sizes
 from aiote.moe.plan import Counts, Plan
+from aiote.plan.moe_arithmetic import PostedWrite, last_bytes
 from aiote.testing import CONNECTX7_400G, EFA_200G, NicModel
 from aiote.testing.tables import KIB
 from aiote.testing.tables import PUBLISHED as PUBLISHED_NICS
@@ -39,7 +40,6 @@ Phase = Literal["dispatch", "combine"]
 PHASES: tuple[Phase, ...] = ("dispatch", "combine")
 RANKS = (16, 32, 64)
 NODE = 8
-PACKET = 4 * KIB
 CONFIG = MoeConfig(
     experts=256, top_k=8, hidden=7168, tokens=128, dtype="float8_e4m3fn", scales=56, placement="packed", private=256
 )
@@ -129,28 +129,9 @@ def writes(sizes: NDArray[np.int64], me: int, nics: int, placement: Placement) -
 
 def arrivals(sizes: NDArray[np.int64], nics: int, placement: Placement, bytes_us: float) -> NDArray[np.float64]:
     """Return when the last byte has come over each NIC of each rank (ranks, NICs), in microseconds."""
-    packets: list[NDArray[np.float64]] = []
-    for me in range(len(sizes)):
-        posted = list(writes(sizes, me, nics, placement))
-        for nic in range(nics):
-            turns = [
-                (first, place, target, min(PACKET, total - first))
-                for place, (target, on, total) in enumerate(posted)
-                if on == nic
-                for first in range(0, total, PACKET)
-            ]
-            sent = np.array(sorted(turns), np.float64)
-            if len(sent):
-                packets.append(np.stack((np.cumsum(sent[:, 3]), sent[:, 2] * nics + nic, sent[:, 3]), 1))
-    leaves, to, size = np.concatenate(packets).T
-    ends = np.zeros(len(sizes) * nics)
-    for port in np.unique(to):
-        mine = np.flatnonzero(to == port)
-        mine = mine[np.argsort(leaves[mine], kind="stable")]
-        # A packet is received while it is sent, unless another is.
-        done = np.cumsum(size[mine])
-        ends[int(port)] = (done + np.maximum.accumulate(leaves[mine] - done)).max()
-    return ends.reshape(len(sizes), nics) / bytes_us
+    posted = [list(starmap(PostedWrite, writes(sizes, me, nics, placement))) for me in range(len(sizes))]
+    model = NicModel(name="bytes alone", gbps=bytes_us * 8 / 1e3, latency_us=0, answer_us=0)
+    return last_bytes(posted, nics, model).received
 
 
 def simulate(cluster: Cluster, phase: Phase, ranks: int, placement: Placement) -> Cell:
@@ -188,14 +169,9 @@ def row(cell: Cell) -> str:
     )
 
 
-def main() -> int:
-    """Print the table."""
+def print_table() -> None:
+    """Print the table of docs/moe.md."""
     print("| NICs | Phase | Placement | EP | On the busiest NIC | Published, us | Simulated, us | Off |")
     print("|---|---|---|---|---|---|---|---|")
     for cell in cells():
         print(row(cell), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,6 @@ good as it can be (`HOST_US`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -109,16 +108,11 @@ def line(cell: Cell) -> str:
     return f"| {size} | {transfer} | {row.apart - row.alone:.0f} | {cell.added:.2f} | {cell.first_token_error:+.1%} |"
 
 
-def main() -> int:
-    """Print the table."""
+def print_table() -> None:
+    """Print the table of docs/kvcache.md."""
     layer = "A layer, published, ms | Simulated | Off"
     print(f"| Tokens | Chunks x pages | NICs | {layer} | Added, published, ms | Added, simulated | First token off |")
     print("|---|---|---|---|---|---|---|---|---|")
     for nics in HOST_US:
         for cell in cells(nics):
             print(line(cell), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ wire lags behind that is slower than the computation.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -140,8 +139,8 @@ def first_token_line(name: str, pages: int, size: int) -> str:
     return f"| {name} | {pages} x {size >> 10}K | {1e3 * added:.2f} | {1e3 * bound:.2f} | {added / bound:.2f} |"
 
 
-def main() -> int:
-    """Print both tables."""
+def print_tables() -> None:
+    """Print both tables of docs/kvcache.md."""
     print("| NIC | Pages are | p50, ms | p99, ms | longest, ms |\n|---|---|---|---|---|")
     for name in MODELS:
         for reads in (False, True):
@@ -150,8 +149,3 @@ def main() -> int:
     for name in MODELS:
         for shape in COMPUTED:
             print(first_token_line(name, *shape), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -86,7 +86,7 @@ def row(what: str, expert_ranks: int, times: Times) -> str:
     return f"| {what} | {expert_ranks} | " + " | ".join(f"{time:.0f}" for time in times) + " |"
 
 
-def main() -> None:
+def print_table() -> None:
     """Print the table of docs/weights.md."""
     print("| Update | EP | Calls of the first trainer | Calls of all over | Total | First trainer waits |")
     print("|---|---|---|---|---|---|")
@@ -94,7 +94,3 @@ def main() -> None:
     for expert_ranks, (gather, rows) in itertools.product((64, 32), WAYS.items()):
         for what, times in rows(planned(expert_ranks, gather)):
             print(row(what, expert_ranks, times), flush=True)
-
-
-if __name__ == "__main__":
-    main()
