@@ -1,22 +1,23 @@
-"""Simulate the published rounds of decode (dispatch, combine) between nodes, out of what a NIC and a scatter cost.
+"""The published rounds of decode between nodes (dispatch, combine), from the costs of NICs and of posting a scatter.
 
-The paper's table: 128 tokens of 7168 fp8 with 56 scales for 8 of 256 experts, 8 GPUs a node, answers in bfloat16; its
-12 cells of 16, 32 and 64 ranks. Who writes how much to whom is `aiote.moe`'s plan for random tokens, one write to a
-peer, begun by each rank with the one behind it, as `aiote.moe` posts. What stays in a node goes over NVLink, beside
-this, and is left out.
+The paper's table has 12 cells of 16, 32 and 64 ranks: 128 tokens of 7168 fp8 with 56 scales for 8 of 256 experts, 8
+GPUs a node, answers in bfloat16. `aiote.moe`'s plan for random tokens gives the bytes of each pair of ranks. Each rank
+writes once to each peer, beginning with the next higher rank, as `aiote.moe` does. Rows within a node go over NVLink at
+the same time and are left out.
 
-    time of a rank = constant + posting + from its peers' first byte until its last one has come
+    time of a rank = constant + posting + from its peers' first byte until its last byte has arrived
 
-**NICs.** A NIC sends its writes at the same time, a packet of each in turn, as RDMA NICs do with their queue pairs; it
-receives packets one after the other. Both at the rate that was published for writes of 64 KiB.
+**NICs.** `aiote.plan.moe_arithmetic`: a NIC sends a packet of each of its writes in turn and receives packets one after
+the other, at the rate that was published for writes of 64 KiB.
 
-**Constants.** Posting a scatter is the reference's published median, by its peers. What does not grow with the ranks
-(kernels, latency) is one number for each cluster and phase: that of a formula, constant + posting + hottest NIC's bytes
-/ rate, which was fitted to these same cells. So four numbers stand for twelve; nothing was fitted to this simulation.
+**Constants.** Posting a scatter takes the reference's published median for the number of peers. The part that does not
+grow with the ranks (kernels, latency) is one number for each cluster and phase. These four come from a fit of constant
++ posting + hottest NIC's bytes / rate to the same twelve cells; no number was fitted to this simulation.
 
-**Placement.** The reference gives each NIC of a sender a range of peers, and that writes to the same NIC of the target:
-all ranks of a node then reach a receiver over one of its NICs. Combine cuts every message over all NICs. "even" gives
-each pair of ranks the NIC (source + target) % NICs; over EFA that is a prediction, for nobody has published it.
+**Placement.** In the reference each NIC of a sender has a range of peers, and writes to the same NIC of the target, so
+all ranks of a node reach a receiver over one of its NICs. Combine divides every message over all NICs. "even" gives
+each pair of ranks the NIC (source + target) % NICs; over EFA that is a prediction, because no such figures were
+published.
 """
 
 from __future__ import annotations

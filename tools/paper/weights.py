@@ -1,8 +1,8 @@
-"""Simulate the published weight update of Kimi-K2 out of what its calls cost, and predict one from shard to shard.
+"""The published weight update of Kimi-K2, simulated from the costs of its calls, and an update from shard to shard.
 
-The paper says how long one trainer of the first pipeline stage was in each kind of call, and that it waited 357 ms of
-1233. Here that trainer's costs of one call are given to all trainers, with the calls that a plan has for each, and what
-they write goes over simulated NICs (`aiote.plan.weights`). Total and waiting are what comes out; nothing is fitted.
+The paper says how long one trainer of the first pipeline stage spent in each kind of call, and that it waited for 357
+of 1233 ms. Here each call of every trainer has that trainer's cost, the service's plan says how many calls there are,
+and the writes go over simulated NICs (`aiote.plan.weights`). Total and waiting are results; no number is fitted.
 
 Stages between the first and the last are alike, so one of them is planned and stands for all (`Stages.spread`).
 """
