@@ -161,6 +161,10 @@ def test_the_hottest_nic_is_that_of_the_ranks_that_share_it(ranks_per_nic, nic, 
     targets = Layout.over(range(2), {"w": ((64, 64), "F32", Replicate())})
     summary = summary_of("w", plan_update(sources, targets), ranks_per_nic, 8.0)
     assert (summary.hottest_nic, summary.hottest_ranks) == (nic, ranks)
+    assert max(summary.by_nic[nic].values()) == summary.hottest_bytes
+    assert sum(ways["in"] for name, ways in summary.by_nic.items() if name.startswith("target")) == sum(
+        summary.received.values()
+    )
     assert summary.hottest_bytes == 64 * 64 * 4 * ranks_per_nic
     assert summary.seconds == pytest.approx(summary.hottest_bytes / 1e9)
     assert summary.bound == 64 * 64 * 4 * 2 / 4
