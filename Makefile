@@ -147,7 +147,7 @@ bench-moe: system  ## measure dispatch and combine beside gloo's and MPICH's col
 
 paper: system  ## print the published figures beside ours, cell by cell, and check docs/paper.md; ARGS=--write writes it
 	@$(READY) run --install
-	$(BIN)/python tools/paper.py $(ARGS)
+	$(BIN)/python tools/paper $(ARGS)
 
 docs: test-system  ## build the docs as a site into docs/_build/html, and check it: a warning or a dead link is an error
 	@$(READY) docs --install

@@ -1,15 +1,20 @@
-"""Plan for 10,000 GPUs, and measure what breaks first: weights from 4096 to 6144 ranks, caches of 500 x 500 members.
+"""Plan for 10,000 GPUs, and find the first limit: weights for 10,240 ranks, caches of 500 x 500 members, experts.
 
-Everything is the services' own code, on this machine: what planning takes, how large the tables and messages are that
-it makes, what a connection holds. Times are CPU seconds of this machine, of one process; the rest is the same on any.
+The services' own code runs on this machine: the tables show how long planning takes, how large its tables and messages
+are, and what a connection holds. Times are CPU seconds of one process on this machine; the rest is the same on any.
+
+`weights` plans every rank; descriptions are sampled. `kvcache` simulates one pair of groups with all its connections,
+and multiplies. `moe` computes every write of every rank by arithmetic (`aiote.plan.moe_arithmetic`); no engine runs.
 
     python tools/plan_fleet.py weights
     python tools/plan_fleet.py kvcache
+    python tools/plan_fleet.py moe
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import os
 import random
@@ -27,11 +32,14 @@ import numpy as np
 
 from aiote.cli import published_models
 from aiote.discovery import EmbeddedRegistry, Member, RegistryServer
+from aiote.errors import UsageError
 from aiote.kvcache import Consumer, Producer
 from aiote.kvcache.mapping import CacheMap, assign
 from aiote.kvcache.routing import Router
-from aiote.plan import KV_SHAPES, nics_of
-from aiote.plan.kvcache import KvScenario
+from aiote.moe.config import Sizes
+from aiote.plan import KV_SHAPES, MOE_SHAPES, nics_of
+from aiote.plan.kvcache import Computation, KvScenario, Layout, plan_kvcache
+from aiote.plan.moe import MoeScenario, plan_moe
 from aiote.plan.weights import Costs, bound, count_writes
 from aiote.testing import Fabric, run
 from aiote.weights import UpdatePlan, plan_update
@@ -43,6 +51,9 @@ PLACE_BYTES = 16
 PROMPTS = 2000
 JOINS = 200
 PROMPT_TOKENS, PAGE_TOKENS = 4096, 128
+HOLD_S = 10.0
+GROUP_RANKS = 4
+EP_NICS = (("connectx-7", 1), ("connectx-7", 2), ("efa-200g", 2), ("efa-200g", 4))
 
 
 def timed(what: str, body: Callable[[], T]) -> T:
@@ -141,6 +152,45 @@ def kvcache(prefill: int, decode: int) -> None:
         took, known = run(partial(_joins, watchers=few), rails=1)
         row(f"{few} engines watch", f"{took * 1e3:.1f} ms", f"{known * 1e3:.2f} ms of virtual time")
 
+    print()
+    _pages(prefill)
+
+
+def _pages(groups: int) -> None:
+    """Plan the pages of one prefill and one decode group at the largest rate, and multiply by the groups."""
+    nics, shape, layout = nics_of("efa-200g"), KV_SHAPES["qwen3-235b"], Layout(GROUP_RANKS)
+    scenario = KvScenario(
+        shape=shape, nics=nics, tokens=PROMPT_TOKENS, prefill=layout, decode=layout, page_tokens=PAGE_TOKENS,
+        computation=Computation.published(PROMPT_TOKENS), hold_s=HOLD_S,
+    )  # fmt: skip
+    rate = 0.999 * 1e3 / plan_kvcache(scenario).alone_ms
+    plan = plan_kvcache(dataclasses.replace(scenario, rate=rate))
+    head(f"Prompts of {PROMPT_TOKENS} tokens, groups of TP{GROUP_RANKS}, as many as prefill groups compute", "How much")
+    row("prompts a second, a group and all groups", f"{rate:.2f} and {rate * groups:,.0f}")
+    row("bytes between all groups", f"{rate * groups * sum(plan.sent.values()) / 1e12:.2f} TB a second")
+    row(f"first token, with {plan.added_ms:.2f} ms of it added by the transfer", f"{plan.first_token_ms:.1f} ms")
+    row(f"busiest NIC, {nics.per_rank} of {nics.model.gbps:g} Gbit/s a rank", f"busy {plan.busiest:.1%} of the time")
+    row(f"pages of a decode rank that keeps a prompt for {HOLD_S:g} s", f"{plan.pools.decode / 1e9:.1f} GB")
+
+
+def moe(several: tuple[int, int]) -> None:
+    """Plan rounds of DeepSeek-V3's experts over different NICs."""
+    head("Ranks", "NICs of a rank", "Dispatch, us", "Combine, us", "Operations alone, us", "Bytes alone, us",
+         "Registered, a lane", "CPU time")  # fmt: skip
+    for name, count in EP_NICS:
+        for ranks in several:
+            began, nics = time.process_time(), nics_of(name, count)
+            scenario = MoeScenario(shape=MOE_SHAPES["deepseek-v3"], nics=nics, ranks=ranks, private=256)
+            plan = plan_moe(dataclasses.replace(scenario, how="arithmetic"))
+            one = nics.as_one()
+            # A dispatch has a route to each rank, and rows to each rank of another node.
+            operations = (2 * ranks - 1 - scenario.node) * one.operation_us
+            rows = scenario.config.tokens * scenario.config.top_k * (1 - scenario.node / ranks)
+            carried = rows * Sizes(scenario.config, ranks).row * 8e-3 / one.gbps
+            row(ranks, f"{count} x {nics.model.name}", f"{plan.dispatch.mean:.0f}", f"{plan.combine.mean:.0f}",
+                f"{operations:.0f}", f"{carried:.0f}", f"{(plan.inbox + plan.outbox) / 1e9:.2f} GB",
+                f"{time.process_time() - began:.1f} s")  # fmt: skip
+
 
 async def _joins(fabric: Fabric, watchers: int) -> tuple[float, float]:
     """Have members join a registry that so many engines watch; return CPU seconds for each, and when all know it."""
@@ -212,16 +262,22 @@ async def _connections(fabric: Fabric, count: int) -> tuple[float, float]:
 def main() -> int:
     """Print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["weights", "kvcache"])
-    parser.add_argument("--ranks", type=int, nargs=2, metavar=("FROM", "TO"), help="instead of 4096 6144, or 500 500")
+    parser.add_argument("what", choices=["weights", "kvcache", "moe"])
+    parser.add_argument(
+        "--ranks", type=int, nargs=2, metavar=("FROM", "TO"), help="instead of 4096 6144, 500 500, or (moe) 128 256"
+    )
     options = parser.parse_args()
-    body, usual = {"weights": (weights, (4096, 6144)), "kvcache": (kvcache, (500, 500))}[options.what]
+    body, usual = {"weights": (weights, (4096, 6144)), "kvcache": (kvcache, (500, 500)),
+                   "moe": (lambda *several: moe(several), (128, 256))}[options.what]  # fmt: skip
     ranks = options.ranks or usual
     if min(ranks) < 1 or (options.what == "weights" and (ranks[0] % 1024 or ranks[1] % 64)):
         parser.error(
             "--ranks: expected a multiple of 1024 and one of 64 for weights, numbers of 1 and more for kvcache"
         )
-    body(*ranks)
+    try:
+        body(*ranks)
+    except UsageError as error:
+        parser.error(str(error))
     return 0
 
 

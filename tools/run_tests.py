@@ -75,6 +75,7 @@ LONG = {
     "test-versions": "",
     "test-order": "",
     "mutants": "",
+    "paper": "",
     "bench-guard": "",
 }
 # A long test may take as long as it needs: pytest ends what takes five minutes, and the whole run with it.

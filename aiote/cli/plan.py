@@ -67,7 +67,8 @@ class PlanSummary:
     """A plan in numbers. Sizes are bytes, by rank; `bound` is the least that the busiest source could send.
 
     The number of a NIC is the number of its ranks / ranks_per_nic: `source 3` or `target 0`. A NIC's load is that of
-    its busier direction. `seconds` is the time that the hottest NIC takes at its speed.
+    its busier direction; `by_nic` has the bytes of both, "in" and "out". `seconds` is the time that the hottest NIC
+    takes at its speed.
     """
 
     name: str
@@ -79,6 +80,7 @@ class PlanSummary:
     received: dict[int, int]
     gathered: dict[int, int]
     bound: int
+    by_nic: dict[str, dict[str, int]]
     hottest_nic: str
     hottest_bytes: int
     hottest_ranks: str
@@ -96,8 +98,8 @@ def weights(
     gather: Annotated[
         Gather, typer.Option(help="always: gather whole tensors on every trainer, as full_tensor does.")
     ] = (Gather.AUTO),
-    ranks_per_nic: Annotated[int, typer.Option(min=1, help="How many ranks share a NIC.")] = 1,
-    gbits: Annotated[float, typer.Option(min=0.001, help="A NIC's speed, in Gbit/s.")] = 400.0,
+    ranks_per_nic: Annotated[int, typer.Option(help="How many ranks share a NIC.")] = 1,
+    gbits: Annotated[float, typer.Option(help="A NIC's speed, in Gbit/s.")] = 400.0,
     nics: Annotated[
         str, typer.Option(metavar="NAME|FILE", help=NICS_HELP, show_default="one of --gbits without latency")
     ] = "",
@@ -115,8 +117,9 @@ def weights(
     with refusing():
         if plot:
             require()
-        name, layouts = _chosen(preset, sources, targets, recipe)
         found = nics_of(nics, nics_per_rank) if nics else plain_nics(gbits, nics_per_rank or 1)
+        in_range("ranks-per-nic", ranks_per_nic, 1)
+        name, layouts = _chosen(preset, sources, targets, recipe)
         in_range("ranks-per-nic", ranks_per_nic, 1, len(layouts[0].ranks) + len(layouts[1].ranks))
         plan = plan_update(*layouts, gather=gather.value)
         summary = summary_of(name, plan, ranks_per_nic, found.model.gbps)
@@ -152,7 +155,8 @@ def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float
         for rank, size in found.items():
             load[rank] = load.get(rank, 0) + size
     gathers, read = _gathers(plan)
-    nic, size = _hottest(plan, read, ranks_per_nic)
+    by_nic = _by_nic(plan, read, ranks_per_nic)
+    nic, size = max(((name, max(ways.values())) for name, ways in by_nic.items()), key=lambda item: item[1])
     side = plan.sources if nic.startswith("source") else plan.targets
     sharing = [rank for rank in side.ranks if rank // ranks_per_nic == int(nic.split()[1])]
     return PlanSummary(
@@ -163,6 +167,7 @@ def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float
         len(plan.targets.tensors),
         *plan.traffic,
         bound=max(load.values(), default=0),
+        by_nic=by_nic,
         hottest_nic=nic,
         hottest_bytes=size,
         hottest_ranks=_ranges(sharing),
@@ -171,9 +176,9 @@ def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float
     )
 
 
-def _hottest(plan: UpdatePlan, read: Mapping[int, int], ranks_per_nic: int) -> tuple[str, int]:
-    """Return the NIC that carries most bytes in one direction, and these bytes."""
-    nics: dict[tuple[str, str], int] = {}
+def _by_nic(plan: UpdatePlan, read: Mapping[int, int], ranks_per_nic: int) -> dict[str, dict[str, int]]:
+    """Return the bytes that each NIC sends and receives."""
+    nics: dict[str, dict[str, int]] = {}
     sizes: tuple[tuple[str, str, Mapping[int, int]], ...] = (
         ("source", "out", plan.traffic.sent),
         ("source", "out", read),
@@ -182,10 +187,9 @@ def _hottest(plan: UpdatePlan, read: Mapping[int, int], ranks_per_nic: int) -> t
     )
     for side, way, by_rank in sizes:
         for rank, size in by_rank.items():
-            key = f"{side} {rank // ranks_per_nic}", way
-            nics[key] = nics.get(key, 0) + size
-    (nic, _), size = max(nics.items(), key=lambda item: item[1])
-    return nic, size
+            ways = nics.setdefault(f"{side} {rank // ranks_per_nic}", {"in": 0, "out": 0})
+            ways[way] += size
+    return nics
 
 
 def _gathers(plan: UpdatePlan) -> tuple[tuple[Gathering, ...], dict[int, int]]:

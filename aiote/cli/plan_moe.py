@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +24,20 @@ from aiote.cli.plan_output import (
 )
 from aiote.errors import UsageError
 from aiote.plan import MOE_SHAPES, moe_shape, nics_of
-from aiote.plan.moe import MAX_RANKS, MoePlan, MoeScenario, Phase, plan_moe, with_nics
+from aiote.plan.moe import MAX_RANKS, MAX_SIMULATED, MoePlan, MoeScenario, Phase, plan_moe, with_nics
 from aiote.plan.plot import Panel, draw, require
 
 __all__ = ["moe"]
 
 MOST_ROWS = 16
+
+
+class How(StrEnum):
+    """The ways of finding a round's times."""
+
+    AUTO = "auto"
+    ENGINES = "engines"
+    ARITHMETIC = "arithmetic"
 
 
 def moe(
@@ -49,6 +58,10 @@ def moe(
             metavar="US,US", help="Time of kernels and host, for dispatch and combine.", show_default="calibrated"
         ),
     ] = "",
+    how: Annotated[
+        How,
+        typer.Option(help=f"Run every rank, or compute times by arithmetic; auto: run up to {MAX_SIMULATED} ranks."),
+    ] = How.AUTO,
     nics: Annotated[str, typer.Option(metavar="NAME|FILE", help=NICS_HELP)] = "connectx-7",
     nics_per_rank: Annotated[int, typer.Option(help="NICs of a rank; 0: as many as a GPU has.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs matplotlib.")] = None,
@@ -56,7 +69,7 @@ def moe(
 ) -> None:
     """Plan rounds of an expert-parallel group: times, bytes by rank and NIC, memory, NICs that pay off.
 
-    Every rank runs aiote.moe itself, on the simulated network. docs/planner.md describes the predictions.
+    Every rank runs aiote.moe itself, on the simulated network. Large groups follow by arithmetic (docs/planner.md).
     """
     with refusing():
         if plot:
@@ -64,7 +77,7 @@ def moe(
         base = MoeScenario(
             shape=moe_shape(model, experts=experts, top_k=top_k, hidden=hidden), nics=nics_of(nics, nics_per_rank),
             ranks=max(2, node * 2), tokens=tokens, node=node, dtype=dtype, out_dtype=out_dtype, private=private or None,
-            zipf=zipf,
+            zipf=zipf, how=how.value,
         )  # fmt: skip
         constant = _constant(constant_us)
         scenarios = [dataclasses.replace(base, ranks=count) for count in ranks or [base.ranks]]
@@ -105,11 +118,11 @@ def _print(scenarios: list[MoeScenario], plans: list[MoePlan], several: list[Moe
         ("NICs", f"{nics.per_rank} x {nics.model.name} a rank, {nics.gbps:.4g} Gbit/s together ({nics.source})"),
         ("constant", f"{added} ({source})"),
     ]))  # fmt: skip
-    heads = ("ranks", "dispatch, us", "slowest", "combine, us", "slowest", "hottest NIC", "registered, a lane")
+    heads = ("ranks", "dispatch, us", "slowest", "combine, us", "slowest", "hottest NIC", "registered, a lane", "by")
     out.print(table("rounds", heads, [
         (str(plan.ranks), f"{plan.dispatch.mean:.1f}", f"{plan.dispatch.slowest:.1f}", f"{plan.combine.mean:.1f}",
          f"{plan.combine.slowest:.1f}", f"rank {plan.hottest[0]}, NIC {plan.hottest[1]}: {size_of(plan.hottest[2])}",
-         f"{size_of(plan.inbox + plan.outbox)}")
+         f"{size_of(plan.inbox + plan.outbox)}", "engines" if plan.simulated else "arithmetic")
         for plan in plans
     ]))  # fmt: skip
     rows = [
@@ -148,7 +161,8 @@ def _described(scenarios: list[MoeScenario], plans: list[MoePlan], several: list
 def _round(plan: MoePlan) -> dict[str, Any]:
     rank, nic, size = plan.hottest
     return {
-        "ranks": plan.ranks, "dispatch_us": plan.dispatch._asdict(), "combine_us": plan.combine._asdict(),
+        "ranks": plan.ranks, "how": "engines" if plan.simulated else "arithmetic",
+        "dispatch_us": plan.dispatch._asdict(), "combine_us": plan.combine._asdict(),
         "constant_us": plan.constant, "constant_is_calibrated": plan.of_model, "sent": plan.sent,
         "received": plan.received, "inbox_bytes": plan.inbox, "outbox_bytes": plan.outbox,
         "hottest_nic": {"rank": rank, "nic": nic, "bytes": size},

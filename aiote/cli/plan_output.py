@@ -35,7 +35,7 @@ __all__ = [
 WIDTH = 120
 GAIN = 0.05
 NIC_COUNTS = (1, 2, 4, MAX_NICS)
-NICS_HELP = f"{', '.join(PUBLISHED_NICS)}, or a file of `aiote bench --json`."
+NICS_HELP = f"{', '.join(PUBLISHED_NICS)}, or files of `aiote bench --json` with commas."
 
 
 @contextmanager

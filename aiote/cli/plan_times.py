@@ -60,6 +60,7 @@ class UpdateTimes(NamedTuple):
 
 def plain_nics(gbits: float, count: int) -> Nics:
     """Return NICs of the given bandwidth without latency. Raises UsageError."""
+    in_range("gbits", gbits, 0.001)
     in_range("nics per rank", count, 1, MAX_NICS)
     name = f"{gbits:g} Gbit/s"
     return Nics(name, NicModel(name=name, gbps=gbits, latency_us=0, answer_us=0), count, "the command line")

@@ -12,13 +12,16 @@ node here, and only the (small) routes go to ranks of the same node. With node=1
 and phase, calibrated on one published cell each (`CONSTANTS`). For other NICs the number is 0, or the caller's.
 
 **Sizes.** Bytes and rates are divided by the same number (`SHRINK`). This does not change times, but takes less memory.
+
+**Large groups.** With more than `MAX_SIMULATED` ranks no engine runs: `moe_arithmetic` computes the times of the writes
+that `aiote.moe.plan` plans, for all pairs of ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import anyio
 import numpy as np
@@ -30,15 +33,19 @@ from aiote.moe.config import ITEMSIZES, Sizes
 from aiote.moe.memory import LaneMap
 
 from ..testing import Fabric, run
+from .moe_arithmetic import PACKET, Round, last_bytes
 from .nics import Nics, in_range
 from .shapes import MoeShape
 
-__all__ = ["CONSTANTS", "MAX_RANKS", "Ends", "MoePlan", "MoeScenario", "plan_moe", "with_nics"]
+__all__ = ["CONSTANTS", "MAX_RANKS", "MAX_SIMULATED", "Ends", "How", "MoePlan", "MoeScenario", "plan_moe", "with_nics"]
 
 Phase = Literal["dispatch", "combine"]
-MAX_RANKS = 128
-"""The most ranks that are simulated. A group of 64 ranks takes a minute or two to open on one core."""
-PACKET = 4096
+How = Literal["auto", "engines", "arithmetic"]
+MAX_RANKS = 511
+"""The most ranks of a group of `aiote.moe`."""
+MAX_SIMULATED = 64
+"""The most ranks that run as engines unless `how="engines"`. Such a group takes a minute or two to open on one core."""
+MAX_ENGINES = 128
 SHRINK, LARGE_ROW = 4, 4096
 """Rows of fewer than LARGE_ROW bytes are simulated in full size, because the fields that say where a row comes from
 would be too large a part of a fourth of the row."""
@@ -59,7 +66,8 @@ class MoeScenario:
     """A group and its NICs.
 
     tokens: the tokens of a rank in a round. node: how many ranks share NVLink. zipf: how skewed the choice of experts
-    is, 0 for even. private: rows that are sent before the routes are known, as in `MoeConfig`.
+    is, 0 for even. private: rows that are sent before the routes are known, as in `MoeConfig`. how: whether every rank
+    runs as an engine, or times are computed by arithmetic; "auto" runs engines up to `MAX_SIMULATED` ranks.
     """
 
     shape: MoeShape
@@ -73,6 +81,7 @@ class MoeScenario:
     private: int | None = None
     zipf: float = 0.0
     seed: int = 0
+    how: How = "auto"
 
     def __post_init__(self) -> None:
         """Check the numbers. Raises UsageError."""
@@ -80,6 +89,8 @@ class MoeScenario:
         in_range("tokens", self.tokens, 1, 4096)
         in_range("node", self.node, 1, self.ranks - 1)
         in_range("zipf", self.zipf, 0, 4)
+        if self.how == "engines" and self.ranks > MAX_ENGINES:
+            raise aiote.UsageError(f"ranks={self.ranks}: expected from 2 to {MAX_ENGINES} with how=engines")
         if self.ranks % self.node:
             raise aiote.UsageError(f"ranks={self.ranks}: expected a multiple of node={self.node}")
         if self.shape.top_k > self.shape.experts - -(-self.shape.experts // self.ranks) * self.node:
@@ -87,6 +98,11 @@ class MoeScenario:
                 f"ranks={self.ranks}: fewer than top-k={self.shape.top_k} of {self.shape.experts} experts are on "
                 "other nodes; expected more ranks, or a smaller node"
             )
+
+    @property
+    def simulated(self) -> bool:
+        """Whether every rank runs as an engine."""
+        return self.how == "engines" or (self.how == "auto" and self.ranks <= MAX_SIMULATED)
 
     @property
     def config(self) -> MoeConfig:
@@ -131,10 +147,15 @@ class Ends(NamedTuple):
     slowest: float
 
 
+Measured: TypeAlias = tuple[dict[Phase, list[float]], list[list[int]], list[list[int]]]
+"""Microseconds of the ranks by phase, and bytes by rank and NIC: sent, and received."""
+
+
 class MoePlan(NamedTuple):
     """The plan of a round. Bytes are for a dispatch and a combine together, by rank and NIC; memory is for one lane.
 
-    The times include `constant`; `of_model` says whether it was calibrated for these NICs.
+    The times include `constant`; `of_model` says whether it was calibrated for these NICs. `simulated` says whether
+    every rank ran as an engine.
     """
 
     ranks: int
@@ -147,6 +168,7 @@ class MoePlan(NamedTuple):
     received: list[list[int]]
     inbox: int
     outbox: int
+    simulated: bool = True
 
     @property
     def hottest(self) -> tuple[int, int, int]:
@@ -159,9 +181,23 @@ class MoePlan(NamedTuple):
 
 
 def plan_moe(scenario: MoeScenario, constant: dict[Phase, float] | None = None) -> MoePlan:
-    """Simulate rounds of a group, and return the plan of one round. Raises UsageError."""
+    """Return the plan of one round, from simulated rounds or by arithmetic. Raises UsageError."""
     known = CONSTANTS.get(scenario.nics.model.name)
     added = constant or known or {"dispatch": 0.0, "combine": 0.0}
+    times, sent, received = _simulated(scenario) if scenario.simulated else _computed(scenario)
+    whole = LaneMap(Sizes(scenario.config, scenario.ranks))
+    ends = {
+        phase: Ends(float(np.mean(several)) + added[phase], float(np.max(several)) + added[phase])
+        for phase, several in times.items()
+    }
+    return MoePlan(
+        scenario.ranks, scenario.nics, ends["dispatch"], ends["combine"], dict(added),
+        known is not None and constant is None, sent, received, whole.inbox, whole.outbox, scenario.simulated,
+    )  # fmt: skip
+
+
+def _simulated(scenario: MoeScenario) -> Measured:
+    """Run every rank as an engine."""
     config, row, answer = scenario.smaller()
     # Rows and answers shrink by the same factor, except that their lines are rounded to 16 bytes.
     scale = (row + answer) / 2
@@ -170,23 +206,19 @@ def plan_moe(scenario: MoeScenario, constant: dict[Phase, float] | None = None) 
     )
     found = _Rounds(scenario, config)
     run(found.main, scenario.seed, rails=scenario.nics.per_rank, model=model, remembered=1 << 22)
-    whole = LaneMap(Sizes(scenario.config, scenario.ranks))
-    ends = {
-        phase: Ends(float(np.mean(times)) + added[phase], float(np.max(times)) + added[phase])
-        for phase, times in found.times.items()
-    }
-    return MoePlan(
-        scenario.ranks,
-        scenario.nics,
-        ends["dispatch"],
-        ends["combine"],
-        dict(added),
-        known is not None and constant is None,
-        [[round(size * scale) for size in one] for one in found.sent],
-        [[round(size * scale) for size in one] for one in found.received],
-        whole.inbox,
-        whole.outbox,
-    )
+    sent, received = ([[round(size * scale) for size in one] for one in side] for side in (found.sent, found.received))
+    return found.times, sent, received
+
+
+def _computed(scenario: MoeScenario) -> Measured:
+    """Compute a round by arithmetic."""
+    nics, model = scenario.nics.per_rank, scenario.nics.model
+    found = Round(scenario.config, [scenario.tokens_of(rank) for rank in range(scenario.ranks)], nics)
+    dispatch, combine = (last_bytes(posted, nics, model) for posted in (found.dispatch(), found.combine()))
+    # A rank ends its combine once its own answers are confirmed, too.
+    both = np.maximum(combine.received.max(1), combine.delivered + model.answer_us)
+    times: dict[Phase, list[float]] = {"dispatch": dispatch.received.max(1).tolist(), "combine": both.tolist()}
+    return times, *found.carried()
 
 
 class Barrier:

@@ -1,9 +1,9 @@
 """The NICs of a rank in a plan: published models, or a model fitted to measurements of `aiote bench`.
 
-The published models are those of `aiote.testing`, which were fitted to tables of TransferEngine (arXiv 2510.27656). A
-file of `aiote bench --json` gives a model of a single NIC that stands for all NICs of the measured process:
+The published models are those of `aiote.testing`, which were fitted to tables of TransferEngine (arXiv 2510.27656).
+Files of `aiote bench --json` give a model of a single NIC that stands for all NICs of the measured process:
 
-| of the model   | from the file                                                        |
+| of the model   | from the files                                                       |
 |----------------|----------------------------------------------------------------------|
 | `gbps`         | the largest median of `write` and `pages`                            |
 | `operation_us` | one operation of `rate`, or else a page of the smallest `pages` line |
@@ -65,7 +65,7 @@ def in_range(name: str, value: float, least: float, most: float = math.inf) -> N
 
 
 def nics_of(name: str, count: int = 0) -> Nics:
-    """Return NICs by a published name, or by the path of a file of `aiote bench --json`.
+    """Return NICs by a published name, or by paths of files of `aiote bench --json`, separated by commas.
 
     `count` is the number of NICs for each rank; 0 means as many as a GPU has, and for a file one. Raises UsageError for
     other names, for other files, and for a count above `MAX_NICS`.
@@ -73,37 +73,55 @@ def nics_of(name: str, count: int = 0) -> Nics:
     if name in PUBLISHED_NICS:
         model, usual = PUBLISHED_NICS[name]
         found = Nics(name, model, count or usual, PAPER)
-    elif Path(name).is_file():
-        found = Nics(name, _measured(Path(name)), count or 1, f"measured, {name}")
     else:
-        raise UsageError(
-            f"nics={name!r}: expected one of {', '.join(PUBLISHED_NICS)}, or a file of `aiote bench --json`"
-        )
+        found = Nics(name, _measured(_files(name)), count or 1, f"measured, {name}")
     in_range("nics per rank", found.per_rank, 1, MAX_NICS)
     return found
 
 
-def _measured(path: Path) -> NicModel:
-    """Return a model fitted to the records of a file. Raises UsageError, which names missing records."""
+def _files(name: str) -> list[Path]:
+    """Return the paths in a name. Raises UsageError if one is no file."""
+    paths = [Path(part.strip()) for part in name.split(",")]
+    missing = [path for path in paths if not path.is_file()]
+    if len(paths) > 1 and missing and missing != paths:
+        raise UsageError(f"nics={name!r}: there is no file {missing[0]}; write it with `aiote bench --json`")
+    if missing:
+        raise UsageError(
+            f"nics={name!r}: expected one of {', '.join(PUBLISHED_NICS)}, or files of `aiote bench --json` with commas"
+        )
+    return paths
+
+
+def _records(path: Path) -> list[_Record]:
     try:
-        records = [_Record.of(one) for one in json.loads(path.read_text())["records"] if one["runs"]]
+        return [_Record.of(one) for one in json.loads(path.read_text())["records"] if one["runs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a file of `aiote bench --json`: {type(error).__name__}: {error}") from None
+
+
+def _measured(paths: Sequence[Path]) -> NicModel:
+    """Return a model fitted to the records of files. Raises UsageError, which names missing records."""
+    records = [record for path in paths for record in _records(path)]
+    path = ", ".join(map(str, paths))
     lines = sorted({one.line for one in records if one.contestant == "aiote"})
     if len(lines) != 1:
         raise UsageError(
-            f"{path} has figures of {len(lines)} pairs of provider and library, expected one; measure with --provider"
+            f"{path} has aiote's figures of {len(lines)} providers and libraries, expected of one; "
+            "measure one of them with --provider"
         )
     mine = [one for one in records if one.line == lines[0] and one.contestant == "aiote"]
     carried = [one.value * GIB * 8 / 1e9 for one in mine if one.op in ("write", "pages")]
     trips = [one.value for one in mine if one.op == "latency"]
     if not carried or not trips:
         raise UsageError(
-            f"{path} needs records of `latency`, and of `write` or `pages`: make it with aiote bench compare --json"
+            f"{path} needs records of `latency`, and of `write` or `pages`: add a file of "
+            "`aiote bench latency --json`, or of `aiote bench write --json`, after a comma"
         )
     operation = _operation(mine)
     one_way = max(0.0, min(trips) / 2 - operation)
-    return NicModel(name=path.stem, gbps=max(carried), latency_us=one_way, answer_us=one_way, operation_us=operation)
+    return NicModel(
+        name=paths[0].stem, gbps=max(carried), latency_us=one_way, answer_us=one_way, operation_us=operation
+    )
 
 
 class _Record(NamedTuple):

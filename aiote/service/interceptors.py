@@ -51,7 +51,7 @@ def intercept_all(
     outside of those that `client` and `serve` were given. The engine's limits on calls are set by then: to other ones
     than the defaults by a `serve` or `client` before. Raises UsageError, ClosedError.
     """
-    endpoint = Endpoint.of(engine)
+    endpoint = CallEndpoint.of(engine)
     mine = tuple(client), tuple(server)
     endpoint.client_interceptors += mine[0]
     endpoint.server_interceptors += mine[1]

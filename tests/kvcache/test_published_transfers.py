@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
-import simulate_kvcache as simulated
+from paper import kvcache as simulated
 
 from aiote.testing import EFA_200G
 

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
-import simulate_kvlatency as simulated
+from paper import kvlatency as simulated
 
 from aiote.bench.order_statistics import percentile
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
-import simulate_moe as simulated
+from paper import moe as simulated
 
 PAGE = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
 

@@ -113,15 +113,34 @@ def test_an_update_is_timed(capsys, tmp_path):
         ((*KV, "--nics-per-rank", "9"), "nics per rank=9: expected from 1 to 8"),
         ((*KV, "--layer-ms", "fast"), "layer-ms='fast': expected one or two numbers of milliseconds from 0"),
         ((*KV, "--host-us", "-1"), "host-us=-1: expected from 0 to 1e+06"),
+        ((*KV, "--rate", "-1"), "rate=-1: expected from 0 to 1e+06"),
+        ((*KV, "--rate", "nan"), "rate=nan: expected from 0 to 1e+06"),
+        ((*KV, "--hold-s", "-1"), "hold-s=-1: expected from 0 to 1e+06"),
+        ((*KV, "--nics", "efa-200g,"), "nics='efa-200g,': expected one of efa-100g"),
+        ((*KV, "--nics", f"{__file__},no.json"), "there is no file no.json; write it with `aiote bench --json`"),
+        ((*KV, "--nics", __file__), "is no file of `aiote bench --json`: JSONDecodeError"),
+        ((*KV, "--nics-per-rank", "-1"), "nics per rank=-1: expected from 1 to 8"),
+        ((*KV, "--decode-tp", "6"), "decode-tp=6: expected a divisor or a multiple of the 4 key-value heads"),
+        ((*KV, "--decode-pp", "0"), "decode-pp=0: expected from 1 to 8"),
         (("moe",), "give a model, or all of experts, top-k and hidden"),
         ((*MOE, "--ranks", "5"), "ranks=5: expected a multiple of node=2"),
-        ((*MOE, "--ranks", "999"), "ranks=999: expected from 2 to 128"),
+        ((*MOE, "--ranks", "999"), "ranks=999: expected from 2 to 511"),
+        ((*MOE, "--ranks", "200", "--how", "engines"), "ranks=200: expected from 2 to 128 with how=engines"),
+        ((*MOE, "--node", "-1"), "node=-1: expected from 1 to 1"),
+        ((*MOE, "--tokens", "-1"), "tokens=-1: expected from 1 to 4096"),
+        ((*MOE, "--private", "-1"), "private"),
         ((*MOE, "--top-k", "17"), "top-k=17: expected from 1 to 16"),
         ((*MOE, "--top-k", "9"), "expected more ranks, or a smaller node"),
         ((*MOE, "--zipf", "9"), "zipf=9: expected from 0 to 4"),
         ((*MOE, "--constant-us", "5"), "constant-us='5': expected two numbers of microseconds"),
         ((*MOE, "--dtype", "float9"), "dtype='float9': expected one of"),
         (("weights", "--preset", "kimi-k2", "--nics", "x"), "nics='x': expected one of"),
+        (("weights",), "give --preset NAME, or --sources FILE and --targets FILE"),
+        (("weights", "--preset", "kimi-k2", "--sources", "a.toml"), "give it alone, or files"),
+        (("weights", "--sources", "a.toml", "--targets", "b.toml"), "a.toml"),
+        (("weights", "--preset", "llama"), "'qwen3-235b', 'kimi-k2'"),
+        (("weights", "--preset", "kimi-k2", "--gbits", "-1"), "gbits=-1: expected 0.001 or more"),
+        (("weights", "--preset", "kimi-k2", "--ranks-per-nic", "0"), "ranks-per-nic=0: expected 1 or more"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(capsys, arguments, said):
@@ -184,6 +203,14 @@ def test_a_file_that_is_no_measurement_is_refused(tmp_path, text, said):
     with pytest.raises(UsageError) as raised:
         nics_of(str(tmp_path / "a.json"))
     assert said in str(raised.value)
+
+
+def test_several_files_are_put_together(tmp_path):
+    (tmp_path / "write.json").write_text(records({"op": "write", "value": {"median": 2.0}}))
+    (tmp_path / "latency.json").write_text(records({"op": "latency", "value": {"median": 8.0}}))
+    nics = nics_of(f"{tmp_path}/write.json, {tmp_path}/latency.json")
+    assert nics.model.gbps == pytest.approx(2 * 2**30 * 8 / 1e9)
+    assert (nics.model.latency_us, nics.model.operation_us, nics.model.name) == (4.0, 0.0, "write")
 
 
 def test_published_nics_are_those_of_a_gpu():

@@ -121,6 +121,16 @@ def test_a_rounds_private_rows_change_what_it_takes():
     assert waiting.combine.mean == pytest.approx(usual.combine.mean, rel=0.02)
 
 
+def test_an_order_in_which_all_ranks_begin_with_the_same_one_makes_a_round_longer(monkeypatch):
+    """A rank begins with the next higher rank. Here all begin with rank 0, so it receives from all at once."""
+    group = dataclasses.replace(GROUP, node=1, ranks=8, tokens=128)
+    usual = plan_moe(group)
+    monkeypatch.setattr(moe_round, "sorted", lambda several, key: sorted(several), raising=False)
+    together = plan_moe(group)
+    assert [sum(row) for row in together.sent] == [sum(row) for row in usual.sent]
+    assert together.dispatch.slowest > usual.dispatch.slowest + 0.2
+
+
 def test_another_share_of_an_update_takes_another_time(monkeypatch):
     """All of what every rank has is sent by the first, instead of by all of them alike."""
     sources = WeightLayout.over(range(4), {"w": ((4096, 1024), "BF16", Replicate())})
@@ -158,6 +168,33 @@ def test_pages_that_do_not_fit_into_a_layers_time_fall_behind():
     wire = slow.hottest[1] * 8e-6 / slow.scenario.nics.model.gbps
     assert slow.added_ms > 0.9 * wire
     assert slow.added_ms < 1.5 * wire + fast.added_ms
+
+
+@pytest.mark.parametrize("group", [GROUP, dataclasses.replace(GROUP, node=1, ranks=8, tokens=128, zipf=1.0)])
+def test_arithmetic_gives_what_engines_give(group):
+    """Over one NIC there is no choice of NICs, so bytes are equal, and times nearly so."""
+    engines, computed = plan_moe(group), plan_moe(dataclasses.replace(group, how="arithmetic"))
+    assert (engines.simulated, computed.simulated) == (True, False)
+    assert (computed.sent, computed.received) == (engines.sent, engines.received)
+    for mine, theirs in ((computed.dispatch, engines.dispatch), (computed.combine, engines.combine)):
+        assert mine == pytest.approx(theirs, rel=0.005)
+    assert (computed.inbox, computed.outbox, computed.constant) == (engines.inbox, engines.outbox, engines.constant)
+
+
+def test_over_several_nics_arithmetic_divides_pairs_of_ranks_evenly():
+    group = dataclasses.replace(GROUP, nics=nics_of("efa-200g", 4), node=1, ranks=16, tokens=256, how="arithmetic")
+    found = plan_moe(group)
+    for row in (*found.sent, *found.received):
+        assert max(row) < 1.35 * sum(row) / 4
+    assert sum(map(sum, found.sent)) == sum(map(sum, found.received))
+
+
+def test_a_large_group_is_computed_and_a_small_one_is_run():
+    assert GROUP.simulated
+    large = dataclasses.replace(GROUP, shape=MoeShape("wide", 128, 2, 1024, "a test"), ranks=128)
+    assert not large.simulated
+    assert dataclasses.replace(large, how="engines").simulated
+    assert plan_moe(large).dispatch.mean > plan_moe(GROUP).dispatch.mean
 
 
 def test_the_smaller_rows_of_a_simulated_round_are_in_proportion():

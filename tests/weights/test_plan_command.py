@@ -161,6 +161,10 @@ def test_the_hottest_nic_is_that_of_the_ranks_that_share_it(ranks_per_nic, nic, 
     targets = Layout.over(range(2), {"w": ((64, 64), "F32", Replicate())})
     summary = summary_of("w", plan_update(sources, targets), ranks_per_nic, 8.0)
     assert (summary.hottest_nic, summary.hottest_ranks) == (nic, ranks)
+    assert max(summary.by_nic[nic].values()) == summary.hottest_bytes
+    assert sum(ways["in"] for name, ways in summary.by_nic.items() if name.startswith("target")) == sum(
+        summary.received.values()
+    )
     assert summary.hottest_bytes == 64 * 64 * 4 * ranks_per_nic
     assert summary.seconds == pytest.approx(summary.hottest_bytes / 1e9)
     assert summary.bound == 64 * 64 * 4 * 2 / 4
@@ -195,7 +199,7 @@ def test_sizes_that_look_equal_share_a_bar_and_many_are_left_out():
         (["--preset", "kimi-k2", "--sources", "x"], "has layouts and a recipe of its own"),
         (["--sources", "absent.toml", "--targets", "absent.toml"], "absent.toml: No such file"),
         (["--preset", "gpt"], "--preset"),
-        (["--ranks-per-nic", "0"], "--ranks-per-nic"),
+        (["--ranks-per-nic", "0"], "ranks-per-nic=0: expected 1 or more"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, words):

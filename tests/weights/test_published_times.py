@@ -16,7 +16,7 @@ from machine import LONG
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
-import simulate_weights as simulated
+from paper import weights as simulated
 
 PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
 WRITES, SENDERS, RECEIVERS = 40, 4, 2

@@ -1,20 +1,19 @@
-"""Simulate how soon a cancelled request's pages are free, and what a transfer adds to the first token, on NIC models.
+"""When a cancelled request's pages are free, and how much a transfer adds to the first token, simulated.
 
-A `Producer` and a `Consumer` on the simulated network, in virtual time: what is counted is messages, drains and bytes;
-Python takes no time. On a machine `make bench-kvcache ARGS="--parts first-token,cancel"` measures the same.
+A `Producer` and a `Consumer` run on the simulated network in virtual time. Messages, drains and bytes take time; Python
+takes none. On a machine `make bench-kvcache ARGS="--parts first-token,cancel"` measures the same.
 
-*From cancelled to free*: from cancelling the task in `async with consumer.receive(...)`, at a random moment of a
-request of 64 pages of 64 KiB in 16 layers, to the end of that block.
+*From cancelled to free*: from the cancellation of the task in `async with consumer.receive(...)`, at a random moment of
+a request of 64 pages of 64 KiB in 16 layers, to the end of that block.
 
-*The first token*: 16 layers of 5 ms each are computed, and the last one is there so much later than the computation
-alone takes. The bound is what cannot hide behind it: a round trip of a prompt of one page, the last layer, and what a
-wire lags behind that is slower than the computation.
+*The first token*: 16 layers of 5 ms each are computed. The figure is the time until the last layer has arrived, less
+the computation alone. The bound is the part that the computation cannot hide: a round trip of a prompt of one page, the
+last layer, and the lag of a wire that is slower than the computation.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -140,8 +139,8 @@ def first_token_line(name: str, pages: int, size: int) -> str:
     return f"| {name} | {pages} x {size >> 10}K | {1e3 * added:.2f} | {1e3 * bound:.2f} | {added / bound:.2f} |"
 
 
-def main() -> int:
-    """Print both tables."""
+def print_tables() -> None:
+    """Print both tables of docs/kvcache.md."""
     print("| NIC | Pages are | p50, ms | p99, ms | longest, ms |\n|---|---|---|---|---|")
     for name in MODELS:
         for reads in (False, True):
@@ -150,8 +149,3 @@ def main() -> int:
     for name in MODELS:
         for shape in COMPUTED:
             print(first_token_line(name, *shape), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,28 +1,27 @@
-"""Simulate the published transfer of KV caches (Qwen3-235B, 4K to 128K tokens) on NIC models, by `aiote.kvcache`.
+"""The published transfer of KV caches (Qwen3-235B, 4K to 128K tokens), simulated with `aiote.kvcache`.
 
-A `Producer` and a `Consumer` on the simulated network, in virtual time (`aiote.plan.kvcache`): the prompt is asked for,
-computed in chunks, layer by layer, and pushed. What they plan, post, count and answer is what they always do; their
-Python takes no time.
+`aiote.plan.kvcache` runs a `Producer` and a `Consumer` on the simulated network in virtual time: a request asks for the
+prompt, which is computed in chunks, layer by layer, and pushed. Both plan, post, count and answer as they always do,
+but their Python code takes no time.
 
-    transfer of a layer = from when it is computed until the decode rank knows that all of it is there
-    added = from the request until the last layer is there, less the computation
+    transfer of a layer = from its computation until the decode rank knows that all of it has arrived
+    added = from the request until the last layer has arrived, less the computation
 
-**Computation.** A layer of the last chunk takes as long as was published. A layer of a first chunk of 16K takes what
-one of the prompt of 16K takes, and those between lie on a line: 94 such layers are within 2 % of the published time on
-one node.
+**Computation.** A layer of the last chunk takes the published time. A layer of a first chunk of 16K tokens takes the
+time of the prompt of 16K, and the chunks between are linear. The sum over 94 layers is within 2 % of the published time
+on one node.
 
-**Pages.** The table counts 1,024 pages of 32 KiB in a layer of a chunk of 16K tokens, which is what all four ranks have
-of it. It does not say over how many NICs these go: one for all of them, and two, are simulated. A page here is of 16
-tokens with all heads.
+**Pages.** The table counts 1,024 pages of 32 KiB in a layer of a chunk of 16K tokens, on all four ranks together. It
+does not say over how many NICs these pages go, so one NIC and two NICs are simulated. A page here has 16 tokens with
+all heads.
 
-**Host.** What is between a computed layer and its first write was not published. It is one number for the four cells,
-which have two different numbers of pages; it was fitted to them, for each number of NICs, so that the worst cell is as
-good as it can be (`HOST_US`).
+**Host.** The time between a computed layer and its first write was not published. One number stands for it in all four
+cells, which have two different numbers of pages. It was fitted to them, for each number of NICs, so that the largest
+error is as small as possible (`HOST_US`).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -109,16 +108,11 @@ def line(cell: Cell) -> str:
     return f"| {size} | {transfer} | {row.apart - row.alone:.0f} | {cell.added:.2f} | {cell.first_token_error:+.1%} |"
 
 
-def main() -> int:
-    """Print the table."""
+def print_table() -> None:
+    """Print the table of docs/kvcache.md."""
     layer = "A layer, published, ms | Simulated | Off"
     print(f"| Tokens | Chunks x pages | NICs | {layer} | Added, published, ms | Added, simulated | First token off |")
     print("|---|---|---|---|---|---|---|---|---|")
     for nics in HOST_US:
         for cell in cells(nics):
             print(line(cell), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

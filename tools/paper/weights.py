@@ -1,8 +1,8 @@
-"""Simulate the published weight update of Kimi-K2 out of what its calls cost, and predict one from shard to shard.
+"""The published weight update of Kimi-K2, simulated from the costs of its calls, and an update from shard to shard.
 
-The paper says how long one trainer of the first pipeline stage was in each kind of call, and that it waited 357 ms of
-1233. Here that trainer's costs of one call are given to all trainers, with the calls that a plan has for each, and what
-they write goes over simulated NICs (`aiote.plan.weights`). Total and waiting are what comes out; nothing is fitted.
+The paper says how long one trainer of the first pipeline stage spent in each kind of call, and that it waited for 357
+of 1233 ms. Here each call of every trainer has that trainer's cost, the service's plan says how many calls there are,
+and the writes go over simulated NICs (`aiote.plan.weights`). Total and waiting are results; no number is fitted.
 
 Stages between the first and the last are alike, so one of them is planned and stands for all (`Stages.spread`).
 """
@@ -86,7 +86,7 @@ def row(what: str, expert_ranks: int, times: Times) -> str:
     return f"| {what} | {expert_ranks} | " + " | ".join(f"{time:.0f}" for time in times) + " |"
 
 
-def main() -> None:
+def print_table() -> None:
     """Print the table of docs/weights.md."""
     print("| Update | EP | Calls of the first trainer | Calls of all over | Total | First trainer waits |")
     print("|---|---|---|---|---|---|")
@@ -94,7 +94,3 @@ def main() -> None:
     for expert_ranks, (gather, rows) in itertools.product((64, 32), WAYS.items()):
         for what, times in rows(planned(expert_ranks, gather)):
             print(row(what, expert_ranks, times), flush=True)
-
-
-if __name__ == "__main__":
-    main()

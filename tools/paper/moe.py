@@ -1,28 +1,29 @@
-"""Simulate the published rounds of decode (dispatch, combine) between nodes, out of what a NIC and a scatter cost.
+"""The published rounds of decode between nodes (dispatch, combine), from the costs of NICs and of posting a scatter.
 
-The paper's table: 128 tokens of 7168 fp8 with 56 scales for 8 of 256 experts, 8 GPUs a node, answers in bfloat16; its
-12 cells of 16, 32 and 64 ranks. Who writes how much to whom is `aiote.moe`'s plan for random tokens, one write to a
-peer, begun by each rank with the one behind it, as `aiote.moe` posts. What stays in a node goes over NVLink, beside
-this, and is left out.
+The paper's table has 12 cells of 16, 32 and 64 ranks: 128 tokens of 7168 fp8 with 56 scales for 8 of 256 experts, 8
+GPUs a node, answers in bfloat16. `aiote.moe`'s plan for random tokens gives the bytes of each pair of ranks. Each rank
+writes once to each peer, beginning with the next higher rank, as `aiote.moe` does. Rows within a node go over NVLink at
+the same time and are left out.
 
-    time of a rank = constant + posting + from its peers' first byte until its last one has come
+    time of a rank = constant + posting + from its peers' first byte until its last byte has arrived
 
-**NICs.** A NIC sends its writes at the same time, a packet of each in turn, as RDMA NICs do with their queue pairs; it
-receives packets one after the other. Both at the rate that was published for writes of 64 KiB.
+**NICs.** `aiote.plan.moe_arithmetic`: a NIC sends a packet of each of its writes in turn and receives packets one after
+the other, at the rate that was published for writes of 64 KiB.
 
-**Constants.** Posting a scatter is the reference's published median, by its peers. What does not grow with the ranks
-(kernels, latency) is one number for each cluster and phase: that of a formula, constant + posting + hottest NIC's bytes
-/ rate, which was fitted to these same cells. So four numbers stand for twelve; nothing was fitted to this simulation.
+**Constants.** Posting a scatter takes the reference's published median for the number of peers. The part that does not
+grow with the ranks (kernels, latency) is one number for each cluster and phase. These four come from a fit of constant
++ posting + hottest NIC's bytes / rate to the same twelve cells; no number was fitted to this simulation.
 
-**Placement.** The reference gives each NIC of a sender a range of peers, and that writes to the same NIC of the target:
-all ranks of a node then reach a receiver over one of its NICs. Combine cuts every message over all NICs. "even" gives
-each pair of ranks the NIC (source + target) % NICs; over EFA that is a prediction, for nobody has published it.
+**Placement.** In the reference each NIC of a sender has a range of peers, and writes to the same NIC of the target, so
+all ranks of a node reach a receiver over one of its NICs. Combine divides every message over all NICs. "even" gives
+each pair of ranks the NIC (source + target) % NICs; over EFA that is a prediction, because no such figures were
+published.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from itertools import starmap
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from aiote.moe.config import MoeConfig, Sizes
 from aiote.moe.plan import Counts, RoundPlan
+from aiote.plan.moe_arithmetic import PostedWrite, last_bytes
 from aiote.testing import CONNECTX7_400G, EFA_200G, NicModel
 from aiote.testing.tables import KIB
 from aiote.testing.tables import PUBLISHED as PUBLISHED_NICS
@@ -39,7 +41,6 @@ Phase = Literal["dispatch", "combine"]
 PHASES: tuple[Phase, ...] = ("dispatch", "combine")
 RANKS = (16, 32, 64)
 NODE = 8
-PACKET = 4 * KIB
 CONFIG = MoeConfig(
     experts=256, top_k=8, hidden=7168, tokens=128, dtype="float8_e4m3fn", scales=56, placement="packed", private=256
 )
@@ -129,28 +130,9 @@ def writes(sizes: NDArray[np.int64], me: int, nics: int, placement: Placement) -
 
 def arrivals(sizes: NDArray[np.int64], nics: int, placement: Placement, bytes_us: float) -> NDArray[np.float64]:
     """Return when the last byte has come over each NIC of each rank (ranks, NICs), in microseconds."""
-    packets: list[NDArray[np.float64]] = []
-    for me in range(len(sizes)):
-        posted = list(writes(sizes, me, nics, placement))
-        for nic in range(nics):
-            turns = [
-                (first, place, target, min(PACKET, total - first))
-                for place, (target, on, total) in enumerate(posted)
-                if on == nic
-                for first in range(0, total, PACKET)
-            ]
-            sent = np.array(sorted(turns), np.float64)
-            if len(sent):
-                packets.append(np.stack((np.cumsum(sent[:, 3]), sent[:, 2] * nics + nic, sent[:, 3]), 1))
-    leaves, to, size = np.concatenate(packets).T
-    ends = np.zeros(len(sizes) * nics)
-    for port in np.unique(to):
-        mine = np.flatnonzero(to == port)
-        mine = mine[np.argsort(leaves[mine], kind="stable")]
-        # A packet is received while it is sent, unless another is.
-        done = np.cumsum(size[mine])
-        ends[int(port)] = (done + np.maximum.accumulate(leaves[mine] - done)).max()
-    return ends.reshape(len(sizes), nics) / bytes_us
+    posted = [list(starmap(PostedWrite, writes(sizes, me, nics, placement))) for me in range(len(sizes))]
+    model = NicModel(name="bytes alone", gbps=bytes_us * 8 / 1e3, latency_us=0, answer_us=0)
+    return last_bytes(posted, nics, model).received
 
 
 def simulate(cluster: Cluster, phase: Phase, ranks: int, placement: Placement) -> Cell:
@@ -188,14 +170,9 @@ def row(cell: Cell) -> str:
     )
 
 
-def main() -> int:
-    """Print the table."""
+def print_table() -> None:
+    """Print the table of docs/moe.md."""
     print("| NICs | Phase | Placement | EP | On the busiest NIC | Published, us | Simulated, us | Off |")
     print("|---|---|---|---|---|---|---|---|")
     for cell in cells():
         print(row(cell), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
