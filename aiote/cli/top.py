@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiote.observe.status_page import VERSION, OtherVersion, EngineStatus, other_versions, pages
+from aiote.observe.status_page import VERSION, EngineStatus, OtherVersion, other_versions, pages
 
 __all__ = ["Rates", "command", "picture"]
 

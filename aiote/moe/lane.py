@@ -146,7 +146,7 @@ class Lane:
     async def posted(self) -> tuple[int, int]:
         """Return `reached`, once all writes that were posted before have ended."""
         reached = self.reached
-        await self.quiet()
+        await self.wait_quiet()
         return reached
 
     def in_round(self, number: int) -> bool:

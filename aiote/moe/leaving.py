@@ -38,9 +38,9 @@ async def see_off(group: MoeGroup, lanes: Sequence[Lane], client: Client, rank: 
     for lane in lanes:
         lane.check_departed()
     if group.config.on_loss == "raise":
-        group.beside(_lose_debtor, group, lanes, client, rank)
+        group.start_task(_lose_debtor, group, lanes, client, rank)
     for lane in lanes:
-        await lane.quiet()
+        await lane.wait_quiet()
 
 
 async def _lose_debtor(group: MoeGroup, lanes: Sequence[Lane], client: Client, rank: int) -> None:

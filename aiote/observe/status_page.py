@@ -32,10 +32,10 @@ from .events import Event, Events
 from .processes import ProcessId, this_process
 
 __all__ = [
+    "EngineStatus",
     "OtherVersion",
     "PeerStatus",
     "RailStatus",
-    "EngineStatus",
     "StatusPage",
     "folders",
     "other_versions",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from aiote.moe.config import MoeConfig, Sizes
 from aiote.moe.memory import LaneMap
-from aiote.moe.plan import Counts, Plan
+from aiote.moe.plan import Counts, RoundPlan
 
 from ..testing import NicModel
 
@@ -44,7 +44,7 @@ class Round:
         self.ranks, self.nics = len(ids), nics
         self._sizes = Sizes(config, self.ranks)
         experts = np.stack([np.bincount(one[one >= 0], minlength=config.experts) for one in ids])
-        plan = Plan(self._sizes, 0, Counts(experts, np.zeros((self.ranks, self.ranks), np.int64)))
+        plan = RoundPlan(self._sizes, 0, Counts(experts, np.zeros((self.ranks, self.ranks), np.int64)))
         self.rows = plan.sent * self._sizes.row
         # Each answer goes from the target of a row back to its source.
         self.answers = plan.returned.T * self._sizes.y_row

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from aiote.cli.top import GIB, Rates, picture
 from aiote.observe.processes import this_process
-from aiote.observe.status_page import MAGIC, VERSION, VERSIONED, PeerStatus, RailStatus, EngineStatus
+from aiote.observe.status_page import MAGIC, VERSION, VERSIONED, EngineStatus, PeerStatus, RailStatus
 from engines import PATIENCE_S
 
 ALONE = """
