@@ -2,10 +2,10 @@
 
 A page is a file in a folder that only the user can access: `$XDG_RUNTIME_DIR/aiote`, else `/run/user/UID/aiote`, else
 `/tmp/aiote-UID` (modes 0700 and 0600). Each write replaces the file, so that a reader never sees half a page. The file
-holds a magic number, a version, a length and the checksum of the rest, then a `EngineStatus` in MessagePack. Every version
-begins with the magic number and the version, so that a reader can name a page that it cannot parse. A reader trusts
-neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so that a
-reader can remove the pages of dead processes whatever they contain.
+holds a magic number, a version, a length and the checksum of the rest, then an `EngineStatus` in MessagePack. Every
+version begins with the magic number and the version, so that a reader can name a page that it cannot parse. A reader
+trusts neither the content nor the owner of a page and checks both. The name of the file says which process wrote it, so
+that a reader can remove the pages of dead processes whatever they contain.
 
 The engine writes the page when a peer connects, when the last peer is lost, and with its heartbeats, at most once a
 second; without peers it has no heartbeats, and does not wake up for the page.
