@@ -30,6 +30,7 @@ from aiote.plan.plot import Panel, draw, require
 __all__ = ["moe"]
 
 MOST_ROWS = 16
+HOW_HELP = f"Run every rank, or compute times by arithmetic; auto: run up to {MAX_SIMULATED} ranks."
 
 
 class How(StrEnum):
@@ -58,10 +59,7 @@ def moe(
             metavar="US,US", help="Time of kernels and host, for dispatch and combine.", show_default="calibrated"
         ),
     ] = "",
-    how: Annotated[
-        How,
-        typer.Option(help=f"Run every rank, or compute times by arithmetic; auto: run up to {MAX_SIMULATED} ranks."),
-    ] = How.AUTO,
+    how: Annotated[How, typer.Option(help=HOW_HELP)] = How.AUTO,
     nics: Annotated[str, typer.Option(metavar="NAME|FILE", help=NICS_HELP)] = "connectx-7",
     nics_per_rank: Annotated[int, typer.Option(help="NICs of a rank; 0: as many as a GPU has.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs matplotlib.")] = None,
