@@ -202,6 +202,20 @@ def test_ratios_are_of_the_same_work():
     assert prove_raw.ratios(records) == {"write, aiote / raw": 0.75}
 
 
+@pytest.mark.parametrize("what", ["local", "socket", "sim", "cuda"])
+def test_without_a_tool_there_is_no_ratio(what):
+    run = prove_run.Run(prove_run.Subject(what, what, None, None, HostMemory()))
+    outcome = prove_raw.beside(run)
+    assert (outcome.status, outcome.figures) == ("not run", {})
+
+
+@pytest.mark.parametrize("provider", ["carrier-pigeon", "socket"])
+def test_a_tool_that_fails_breaks_no_promise(provider):
+    outcome = prove_raw.beside(prove_run.Run(prove_run.Subject("tcp", provider, None, None, HostMemory())))
+    assert outcome.status == "not run"
+    assert outcome.detail
+
+
 def test_the_output_of_fi_pingpong_is_read():
     head = "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n"
     row = "8       1k      =1k      15k         1.60s      0.01     797.82       0.00\n"
