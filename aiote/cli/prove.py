@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -22,7 +22,7 @@ import aiote
 from aiote.cli import prove_listen, prove_suites, prove_wire
 from aiote.cli.prove_memory import HostMemory, gpu_memory
 from aiote.cli.prove_report import Outcome, Report, boot, machine, now
-from aiote.cli.prove_run import Part, Run, Subject, far_machine, parts
+from aiote.cli.prove_run import Run, Subject, far_machine, parts
 from aiote.cli.prove_wire import FarLost, Refused
 from aiote.rails.ports import read_ports
 
@@ -87,40 +87,36 @@ def command(
         found.far = _greeted(subject)
     typer.echo(f"aiote prove {what}: provider {subject.provider}, memory of {subject.memory.name}")
     where = None if no_suites else checkout or prove_suites.checkout_here()
-    try:
-        for outcome in prove(run, found, where, bench=not no_bench, suites=not no_suites):
-            typer.echo(outcome.line())
-    except KeyboardInterrupt:  # between two parts, or a second one
-        found.partial = found.partial or "interrupted"
+    prove(run, found, where, typer.echo, bench=not no_bench, suites=not no_suites)
     path = report or Path(f"aiote-prove-{what}-{found.started.replace(':', '')}.json")
     beside = found.write(path)
     typer.echo(f"{found.conclusion()}\nwritten: {path}, {beside}")
     raise typer.Exit(INTERRUPTED if found.partial.startswith("interrupted") else found.exit_status)
 
 
-def prove(run: Run, found: Report, checkout: Path | None, *, bench: bool, suites: bool) -> Iterator[Outcome]:
-    """Yield the outcome of each part when it ends, and put it into the report.
+def prove(
+    run: Run, found: Report, checkout: Path | None, tell: Callable[[str], object], *, bench: bool, suites: bool
+) -> None:
+    """Run all parts, put their outcomes into the report, and call `tell` with a line for each.
 
     After Ctrl-C, or once the other machine is gone, the report is partial, and all other parts are "not run".
     """
     ahead = list(parts(run, checkout, bench=bench, suites=suites))
     for number, part in enumerate(ahead, 1):
-        outcome = _run(part, run, found, f"[{number}/{len(ahead)}] {part.name}: {part.claim}")
-        found.outcomes.append(outcome)
-        yield outcome
-
-
-def _run(part: Part, run: Run, found: Report, title: str) -> Outcome:
-    """Run one part, with a line on a terminal that says which."""
-    try:
-        with Console(stderr=True).status(f"{title}; at most {max(run.left_s, 0) / 60:.1f} minutes are left"):
-            return part.run(run)
-    except KeyboardInterrupt:
-        found.partial = f"interrupted during {part.name}"
-    except FarLost:
-        found.partial = f"the other machine was lost during {part.name}"
-    run.reason = found.partial
-    return Outcome(part.name, part.claim, "not run", found.partial)
+        title = (
+            f"[{number}/{len(ahead)}] {part.name}: {part.claim}; at most {max(run.left_s, 0) / 60:.1f} minutes are left"
+        )
+        try:
+            with Console(stderr=True).status(title):
+                outcome = part.run(run)
+            found.outcomes.append(outcome)
+            tell(outcome.line())
+        except (KeyboardInterrupt, FarLost) as error:
+            lost = "the other machine was lost" if isinstance(error, FarLost) else "interrupted"
+            run.reason = found.partial = f"{lost} during {part.name}"
+            if len(found.outcomes) < number:
+                found.outcomes.append(Outcome(part.name, part.claim, "not run", found.partial))
+                tell(found.outcomes[-1].line())
 
 
 def _fail(text: str) -> NoReturn:
