@@ -103,6 +103,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
+def descriptors() -> int:
+    """Return how many descriptors this process has open, the one that lists them included."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def idle_percent(seconds: float) -> float:
     """Return the percentage of a core that this process uses while it does nothing."""
     before, since = cpu_s(), time.monotonic()
@@ -173,13 +178,16 @@ async def measure(provider: str, arguments: argparse.Namespace) -> None:
             descriptor = await alone.connected()
             one_us = await write_us(engine, descriptor)
             await asyncio.sleep(SETTLE_S)
-            before, few = resident(), len(engine.peers)
+            before, few, open_before = resident(), len(engine.peers), descriptors()
             async with crowds(engine, provider, arguments.peers, arguments.processes) as (started, seconds):
                 await asyncio.sleep(SETTLE_S)
                 kib = (resident() - before) / arguments.peers / 1024
+                opened = (descriptors() - open_before) / arguments.peers
                 assert len(engine.peers) == few + arguments.peers
                 print(f"{provider}: {arguments.peers} peers", flush=True)
-                print(f"  connected within {seconds:.2f} s, {kib:.1f} KiB each", flush=True)
+                print(
+                    f"  connected within {seconds:.2f} s, {kib:.1f} KiB and {opened:.2f} descriptors each", flush=True
+                )
                 print(f"  idle: {await idle_percent(arguments.seconds):.3f} % of a core", flush=True)
                 many_us = await write_us(engine, descriptor)
                 print(

@@ -30,7 +30,7 @@ from aiote.bench.work import OPS, Work
 from aiote.cli import posting
 from aiote.rails.library import find_libfabric
 
-__all__ = ["app"]
+__all__ = ["app", "listener"]
 
 app = typer.Typer(help="Measure: aiote, the same loops in plain C, and both in one run.", no_args_is_help=True)
 
@@ -316,8 +316,8 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
         plot.draw(options.plot, records)
 
 
-def _listen(place: str) -> None:
-    """Serve targets until interrupted."""
+def listener(host: str, port: int, tell: Callable[[str], object]) -> Listener:
+    """Return a server of targets, which calls `tell` with a line for each. Raises OSError if it cannot listen."""
 
     def command(kind: str, fields: dict[str, Any], host: str) -> list[str]:
         processor = sorted(os.sched_getaffinity(0))[-1]
@@ -330,15 +330,20 @@ def _listen(place: str) -> None:
         except aiote.AioteError as error:
             raise BenchError(str(error)) from error
 
+    return Listener(host, port, command, tell)
+
+
+def _listen(place: str) -> None:
+    """Serve targets until interrupted."""
     try:
         host, port = parse_place(place, default_host="127.0.0.1")
-        with Listener(host, port, command, typer.echo) as listener:
+        with listener(host, port, typer.echo) as serving:
             shown = f"[{host}]" if ":" in host else host
             typer.echo(
-                f"listening at {shown}:{listener.server_address[1]}; run aiote bench with --connect "
+                f"listening at {shown}:{serving.server_address[1]}; run aiote bench with --connect "
                 "HOST:PORT on the other machine"
             )
-            listener.serve_forever()
+            serving.serve_forever()
     except (OSError, ValueError) as error:
         _fail(f"cannot listen at {place or 'the default place'}: {error}")
 

@@ -1,49 +1,44 @@
 """The command `aiote prove`: test on a device what the docs claim of it, and write a report.
 
-On a machine with the device the checks run between two engines, then the tests of a checkout if there is one, then the
-benchmarks. If the device is missing, no check runs. The report then says so, and the exit status is never success.
+The checks run between two engines: both on this machine, or one on another machine that listens. Then come benchmarks,
+then the tests of a checkout if there is one. If the device is missing, no check runs. The report then says so, and the
+exit status is never success.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import time
-import warnings
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
-import anyio
 import typer
+from rich.console import Console
 
 import aiote
-from aiote.cli import prove_peer, prove_suites
-from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair, NotHere
-from aiote.cli.prove_memory import ArrayMemory, HostMemory, gpu_memory
-from aiote.cli.prove_report import Outcome, Report, machine, now
+from aiote.cli import prove_listen, prove_suites, prove_wire
+from aiote.cli.prove_memory import HostMemory, gpu_memory
+from aiote.cli.prove_report import Outcome, Report, boot, machine, now
+from aiote.cli.prove_run import Run, Subject, far_machine, parts
+from aiote.cli.prove_wire import FarLost, Refused
 from aiote.rails.ports import read_ports
-from aiote.testing import Fabric
 
-__all__ = ["Subject", "command", "prove"]
+__all__ = ["command", "prove"]
 
-What = Literal["efa", "verbs", "cuda", "cxi", "socket", "tcp", "sim"]
-CHECK_LIMIT_S = 300.0
-OPS = tuple(prove_suites.BENCHED)
+What = Literal["efa", "verbs", "cuda", "cxi", "local", "socket", "tcp", "sim"]
+INTERRUPTED = 130
 
-Subjects = Annotated[What, typer.Argument(metavar="WHAT", help="efa, verbs, cuda, cxi; or socket, tcp, sim.")]
+Subjects = Annotated[What, typer.Argument(metavar="WHAT", help="efa, verbs, cuda, cxi; or local, socket, tcp, sim.")]
 Rails = Annotated[str, typer.Option(metavar="NAMES", help="NICs of the first engine, with commas.")]
 PeerRails = Annotated[
     str, typer.Option(metavar="NAMES", help="NICs of the second engine. Default: those of the first.")
 ]
 Over = Annotated[str, typer.Option(metavar="PROVIDER", help="For cuda: the provider that carries the GPU's bytes.")]
 Output = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.json", help="Where to write the report; a .txt is written beside it."),
+    Path | None, typer.Option("--report", metavar="FILE.json", help="Where to write; a .txt goes beside.")
 ]
 Checkout = Annotated[
     Path | None,
@@ -51,18 +46,11 @@ Checkout = Annotated[
 ]
 NoBench = Annotated[bool, typer.Option("--no-bench", help="Leave out the benchmarks.")]
 NoSuites = Annotated[bool, typer.Option("--no-suites", help="Leave out the checkout's tests.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The device under test: its provider, the NICs of each side, and the memory to move."""
-
-    what: str
-    provider: str
-    rails: list[str] | None
-    peer_rails: list[str] | None
-    memory: ArrayMemory
-    missing: str = ""
+Full = Annotated[bool, typer.Option("--full", help="More rounds and runs: 15 minutes at most, not 8.")]
+Listen = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Be the second engine, for the machine that connects. Ctrl-C ends it.")
+]
+Connect = Annotated[str, typer.Option(metavar="HOST:PORT", help="The machine that listens; it has the second engine.")]
 
 
 def command(
@@ -74,23 +62,107 @@ def command(
     checkout: Checkout = None,
     no_bench: NoBench = False,
     no_suites: NoSuites = False,
+    full: Full = False,
+    listen: Listen = "",
+    connect: Connect = "",
 ) -> None:
-    """Test on a device what the docs claim of it, and write a report that can be sent back.
+    """Test on a device what the docs claim of it, and write a report that can be published as it is.
 
-    Both engines are on this machine. Exits with 1 if a check fails, and with 2 if nothing could be run.
+    Both engines are on this machine, unless another one listens. The report has no name and no address of a host, a
+    device or a user. Exits with 1 if a check fails, with 2 if nothing could be run or the run ended early, and with 130
+    after Ctrl-C.
     """
     subject = _subject(what, _names(rails), _names(peer_rails), over)
-    found = Report(what, subject.provider, _machine(), now())
-    found.missing = subject.missing
+    if listen or connect:
+        place = _place(what, listen, connect)
+        if listen:
+            _listen(subject, place)
+        subject = replace(subject, place=place)
+    found = Report(
+        what, subject.provider, _machine(), now(), subject.memory.name, missing=subject.missing, names=_named(connect)
+    )
+    run = Run(subject, full, subject.missing)
+    found.limit_s = run.limit_s
+    if connect:
+        found.far = _greeted(subject)
     typer.echo(f"aiote prove {what}: provider {subject.provider}, memory of {subject.memory.name}")
     where = None if no_suites else checkout or prove_suites.checkout_here()
-    for outcome in prove(subject, where, bench=not no_bench, suites=not no_suites):
-        found.outcomes.append(outcome)
-        typer.echo(outcome.line())
-    path = report or Path(f"aiote-prove-{what}-{found.machine['host']}-{found.started.replace(':', '')}.json")
+    prove(run, found, where, typer.echo, bench=not no_bench, suites=not no_suites)
+    path = report or Path(f"aiote-prove-{what}-{found.started.replace(':', '')}.json")
     beside = found.write(path)
     typer.echo(f"{found.conclusion()}\nwritten: {path}, {beside}")
-    raise typer.Exit(found.exit_status)
+    raise typer.Exit(INTERRUPTED if found.partial.startswith("interrupted") else found.exit_status)
+
+
+def prove(
+    run: Run, found: Report, checkout: Path | None, tell: Callable[[str], object], *, bench: bool, suites: bool
+) -> None:
+    """Run all parts, put their outcomes into the report, and call `tell` with a line for each.
+
+    After Ctrl-C, or once the other machine is gone, the report is partial, and all other parts are "not run".
+    """
+    ahead = list(parts(run, checkout, bench=bench, suites=suites))
+    for number, part in enumerate(ahead, 1):
+        title = (
+            f"[{number}/{len(ahead)}] {part.name}: {part.claim}; at most {max(run.left_s, 0) / 60:.1f} minutes are left"
+        )
+        try:
+            with Console(stderr=True).status(title):
+                outcome = part.run(run)
+            found.outcomes.append(outcome)
+            tell(outcome.line())
+        except (KeyboardInterrupt, FarLost) as error:
+            lost = "the other machine was lost" if isinstance(error, FarLost) else "interrupted"
+            run.reason = found.partial = f"{lost} during {part.name}"
+            if len(found.outcomes) < number:
+                found.outcomes.append(Outcome(part.name, part.claim, "not run", found.partial))
+                tell(found.outcomes[-1].line())
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"aiote: {text}", err=True)
+    raise typer.Exit(2)
+
+
+def _place(what: str, listen: str, connect: str) -> tuple[str, int]:
+    """Check the options of two machines, and return where to listen or to connect."""
+    if listen and connect:
+        _fail("--listen is for one machine and --connect for the other")
+    if what == "sim":
+        _fail("the simulated network lies in one process; prove another rail over two machines")
+    try:
+        host, port = prove_wire.place(listen or connect)
+        if listen and aiote.EngineConfig().cluster_key is None:
+            # An engine without a key listens on loopback only, so it would not be reached from another machine.
+            aiote.EngineConfig(host=host)
+    except aiote.UsageError as error:
+        _fail(str(error))
+    return host, port
+
+
+def _listen(subject: Subject, place: tuple[str, int]) -> NoReturn:
+    """Be the second engine until interrupted."""
+    if subject.missing:
+        _fail(subject.missing)
+    try:
+        prove_listen.listen(subject, place, _machine(), typer.echo)
+    except OSError as error:
+        _fail(f"cannot listen there: {error}")
+    raise typer.Exit(INTERRUPTED)
+
+
+def _greeted(subject: Subject) -> dict[str, Any]:
+    """Return the other machine's description; exit with 2 and one sentence if it does not fit."""
+    try:
+        told = far_machine(subject)
+    except (Refused, FarLost) as error:
+        _fail(str(error))
+    return {"host": "the same" if told.pop("boot") == boot() else "another", **told}
+
+
+def _named(connect: str) -> list[str]:
+    """Return the other machine's name as it was given, which the report must not have."""
+    return [prove_wire.place(connect)[0]] if connect else []
 
 
 def _names(text: str) -> list[str] | None:
@@ -113,87 +185,9 @@ def _subject(what: str, rails: list[str] | None, peer_rails: list[str] | None, o
     return Subject(what, what, rails, peer_rails or rails, HostMemory())
 
 
-def prove(subject: Subject, checkout: Path | None, *, bench: bool, suites: bool) -> Iterator[Outcome]:
-    """Yield the outcome of each check when it ends."""
-    reason = subject.missing
-    for check in CHECKS:
-        outcome = Outcome(check.name, check.claim, "not run", reason) if reason else anyio.run(_one, subject, check)
-        reason = reason or _absent(outcome)
-        yield outcome
-    gpu = subject.what == "cuda"
-    for name, (claim, _) in prove_suites.SUITES.items() if suites else ():
-        if (name == prove_suites.GPU_SUITE) != gpu:
-            continue
-        if reason:
-            yield Outcome(name, claim, "not run", reason)
-        else:
-            yield prove_suites.suite(name, checkout, subject.provider)
-    for op in OPS if bench else ():
-        why = reason or ("the simulated network has no speed of its own" if subject.what == "sim" else "")
-        why = why or ("aiote bench moves host memory only" if gpu else "")
-        if why:
-            yield Outcome(f"bench-{op}", f"figures: {op}", "not run", why)
-        else:
-            yield prove_suites.bench(op, subject.provider, ",".join(subject.rails or []))
-
-
-def _absent(outcome: Outcome) -> str:
-    """Return why no other check can run, if the first engine did not open; else an empty string."""
-    return outcome.detail if outcome.status == "not run" and outcome.detail.startswith(NO_ENGINE) else ""
-
-
 def _machine() -> dict[str, Any]:
     """Describe the machine from a process of its own, because a library that was probed stays known to libibverbs."""
     program = f"import json; from {machine.__module__} import machine; print(json.dumps(machine()))"
     done = subprocess.run([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
-
-
-NO_ENGINE = "no engine can be opened: "
-
-
-@contextlib.asynccontextmanager
-async def _world(subject: Subject) -> AsyncIterator[EnginePair]:
-    """Open two engines and connect them. Raises NotHere if the first does not open."""
-    async with contextlib.AsyncExitStack() as stack:
-        if subject.what == "sim":
-            fabric = stack.enter_context(Fabric(seed=1, rails=2))
-            openings: list[AbstractAsyncContextManager[aiote.Engine]] = [fabric.open_engine(), fabric.open_engine()]
-        else:
-            openings = [aiote.open_engine(subject.provider, each) for each in (subject.rails, subject.peer_rails)]
-        try:
-            left = await stack.enter_async_context(openings[0])
-        except (aiote.UsageError, aiote.FabricError) as error:
-            raise NotHere(f"{NO_ENGINE}{error}") from error
-        right = await stack.enter_async_context(openings[1])
-        await left.connect(right.address)
-        child = None
-        if subject.what != "sim":
-            told = json.dumps([subject.provider, subject.peer_rails])
-            child = [sys.executable, "-P", "-m", prove_peer.__name__, told]
-        yield EnginePair(left, right, subject.memory, child)
-
-
-async def _one(subject: Subject, check: Check) -> Outcome:
-    """Run one check on new engines, so that an engine that a check broke does not affect the next check."""
-    started = time.monotonic()
-    figures: dict[str, float] = {}
-
-    def outcome(status: Literal["passed", "failed", "not run"], detail: str) -> Outcome:
-        return Outcome(check.name, check.claim, status, detail, round(time.monotonic() - started, 3), figures)
-
-    try:
-        with anyio.fail_after(CHECK_LIMIT_S), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that a provider was never run: the report says so
-            async with _world(subject) as world:
-                world.figures = figures
-                return outcome("passed", await check.run(world))
-    except NotHere as error:
-        return outcome("not run", str(error))
-    except Broken as error:
-        return outcome("failed", str(error))
-    except TimeoutError:
-        return outcome("failed", f"did not end within {CHECK_LIMIT_S:g} s")
-    except Exception as error:  # whatever it is, the report names it and the other checks run
-        return outcome("failed", f"{type(error).__name__}: {error}")

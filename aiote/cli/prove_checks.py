@@ -1,7 +1,8 @@
-"""The checks of `aiote prove` that need no checkout: they test the promises between two engines on this machine.
+"""The checks of `aiote prove` that need no checkout: they test the promises between two engines.
 
-A check takes an `EnginePair`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A
-check assumes no speed: it waits for conditions, and the caller limits the time of each check.
+The first engine is in this process; the second one is behind `EnginePair.far`, in this process or on another machine. A
+check takes a `EnginePair`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A check
+assumes no speed: it waits for conditions, and the caller limits the time of each check.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
-import anyio.abc
 import anyio.lowlevel
 import numpy as np
 
 import aiote
+from aiote.cli.prove_far import FENCE, Ask, Broken, NotHere, random_bytes
 from aiote.cli.prove_memory import ArrayMemory
 
 __all__ = ["CHECKS", "Broken", "Check", "EnginePair", "NotHere"]
@@ -25,48 +26,46 @@ __all__ = ["CHECKS", "Broken", "Check", "EnginePair", "NotHere"]
 SIZES = (0, 1, 7, 64, 4096, 65_537, 1_000_003)
 GUARD = 64
 BIG = 8 << 20
-FENCE = 0x5E771ED
 QUIET_S = 2.0
+STOPPED_S = 5.0
+"""How long a peer stays stopped: longer than the silence after which an engine gives a peer up, by default."""
 BUSY = 0.5
 """The share of a core: an engine that spins uses the whole core, one at rest hardly any."""
 
 
-class Broken(Exception):
-    """A promise was not kept; the text says which."""
-
-
-class NotHere(Exception):
-    """A check cannot be run here; the text says why."""
-
-
 @dataclass
 class EnginePair:
-    """Two connected engines, the memory to move, and the command that starts an engine like the second in a process."""
+    """Two connected engines: the first one, and the questions to the second one and its address; `times` more rounds
+    than usual; and the memory to move.
+    """
 
     left: aiote.Engine
-    right: aiote.Engine
+    far: Ask
+    address: str
     memory: ArrayMemory
-    child: list[str] | None = None
+    times: int = 1
     figures: dict[str, float] = field(default_factory=dict)
 
-    def target(self, size: int) -> tuple[Any, aiote.Region, aiote.RemoteRegion]:
-        """Return an array of zeros of the right engine, its region, and the region as the left engine attaches it."""
-        array = self.memory.filled(np.zeros(size, np.uint8))
-        region = self.right.register(array)
-        return array, region, self.left.attach(region.descriptor)
+    async def target(self, size: int) -> tuple[int, aiote.RemoteRegion]:
+        """Return the number of zeros that the second engine registered, and the region as the first attaches it."""
+        number, descriptor = await self.far("target", size)
+        return number, self.left.attach(descriptor)
 
     def source(self, size: int, seed: int = 1) -> tuple[Any, aiote.Region]:
-        """Return random bytes of a seed for the left engine, and their region."""
-        data = np.random.default_rng(seed).integers(1, 256, size, np.uint8)
+        """Return random bytes of a seed for the first engine, and their region."""
+        data = random_bytes(size, seed)
         return data, self.left.register(self.memory.filled(data))
+
+    async def content(self, number: int, size: int) -> Any:
+        """Return the first bytes of the second engine's memory, as an array."""
+        return np.frombuffer(await self.far("content", number, size), np.uint8)
 
     async def settle(self, times: int = 5) -> None:
         """Exchange immediates `times` times. An effect that has not occurred by then is taken not to occur."""
-        with self.left.counter(FENCE) as here, self.right.counter(FENCE) as there:
+        with self.left.counter(FENCE) as here:
             for _ in range(times):
-                await self.left.write_imm(None, self.right.address, FENCE)
-                await there.wait(1)
-                await self.right.write_imm(None, self.left.address, FENCE)
+                await self.left.write_imm(None, self.address, FENCE)
+                await self.far("fence", str(self.left.address))
                 await here.wait(1)
 
 
@@ -78,165 +77,155 @@ def expect(condition: object, text: str) -> None:
 
 async def writes(world: EnginePair) -> str:
     data, source = world.source(max(SIZES))
-    array, region, remote = world.target(max(SIZES) + 2 * GUARD)
+    whole = max(SIZES) + 2 * GUARD
+    number, remote = await world.target(whole)
     for size in SIZES:
-        world.memory.fill(array, np.zeros(array.shape[0], np.uint8))
+        await world.far("clear", number)
         await world.left.write(source[:size], remote[GUARD : GUARD + size])
-        found = world.memory.bytes_of(array)
-        expect((found[GUARD : GUARD + size] == data[:size]).all(), f"a write of {size} bytes did not arrive as it was")
+        found = await world.content(number, whole)
+        expect((found[GUARD : GUARD + size] == data[:size]).all(), f"a write of {size} bytes arrived changed")
         expect(
-            not found[:GUARD].any() and not found[GUARD + size :].any(), f"a write of {size} bytes wrote beside them"
+            not found[:GUARD].any() and not found[GUARD + size :].any(),
+            f"a write of {size} bytes changed bytes outside its target",
         )
     await source.aclose()
-    await region.aclose()
+    await world.far("release", number)
     return f"{len(SIZES)} sizes up to {max(SIZES)} bytes"
 
 
 async def counts_follow_data(world: EnginePair) -> str:
-    rounds = 200
-    array, region, remote = world.target(65_537)
-    with world.right.counter(7) as counter:
-        for number in range(1, rounds + 1):
-            data, source = world.source(SIZES[1 + number % (len(SIZES) - 2)], number)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(world.left.write_imm, source, remote[: len(data)], 7)
-                await counter.wait(1)
-                found = world.memory.bytes_of(array)[: len(data)]
-            expect((found == data).all(), f"round {number}: counted before the bytes were there")
-            await source.aclose()
-    await region.aclose()
+    rounds = 200 * world.times
+    number, remote = await world.target(65_537)
+    for turn in range(1, rounds + 1):
+        data, source = world.source(SIZES[1 + turn % (len(SIZES) - 2)], turn)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.left.write_imm, source, remote[: len(data)], 7)
+            found = np.frombuffer(await world.far("counted", 7, 1, number, len(data)), np.uint8)
+        expect((found == data).all(), f"round {turn}: the count arrived before the bytes")
+        await source.aclose()
+    await world.far("left_over", 7)
+    await world.far("release", number)
     return f"{rounds} rounds"
 
 
 async def exact_counts(world: EnginePair) -> str:
-    numbers = random.Random(1).sample(range(1 << 28), 20)
+    immediates = random.Random(1).sample(range(1 << 28), 20)
     _, source = world.source(BIG)
-    _, region, remote = world.target(BIG)
-    counters = [world.right.counter(number) for number in numbers]
+    number, remote = await world.target(BIG)
     total = 0
-    for turn in range(10):
+    for turn in range(10 * world.times):
         transfers = []
-        for place, number in enumerate(numbers):
+        for place, immediate in enumerate(immediates):
             size = (1, 4096, 262_144)[(turn + place) % 3]
-            transfers += [world.left.submit_write_imm(source[:size], remote[:size], number) for _ in range(place % 4)]
+            transfers += [
+                world.left.submit_write_imm(source[:size], remote[:size], immediate) for _ in range(place % 4)
+            ]
         for transfer in transfers:
             await transfer
         total += len(transfers)
-    for place, counter in enumerate(counters):
-        await counter.wait(10 * (place % 4))
+    for place, immediate in enumerate(immediates):
+        await world.far("wait", immediate, 10 * world.times * (place % 4))
     await world.settle()
-    expect(not any(counter.value for counter in counters), "more was counted than was written")
-    for counter in counters:
-        counter.close()
+    more = [await world.far("left_over", immediate) for immediate in immediates]
+    expect(not any(more), f"{total} writes left {sum(more)} counts more than writes")
     await source.aclose()
-    await region.aclose()
-    return f"{total} writes on {len(numbers)} immediates"
+    await world.far("release", number)
+    return f"{total} writes on {len(immediates)} immediates"
 
 
 async def reads(world: EnginePair) -> str:
-    data, source = world.source(max(SIZES))
-    remote = world.right.attach(source.descriptor)
+    data = random_bytes(max(SIZES), 2)
+    number, descriptor = await world.far("source", max(SIZES), 2)
+    remote = world.left.attach(descriptor)
     for size in SIZES[1:]:
         array = world.memory.filled(np.zeros(size + GUARD, np.uint8))
-        region = world.right.register(array)
-        await world.right.read(remote[:size], region[:size])
+        region = world.left.register(array)
+        await world.left.read(remote[:size], region[:size])
         found = world.memory.bytes_of(array)
-        expect((found[:size] == data[:size]).all(), f"a read of {size} bytes brought other ones")
-        expect(not found[size:].any(), f"a read of {size} bytes wrote beside them")
+        expect((found[:size] == data[:size]).all(), f"a read of {size} bytes returned other bytes")
+        expect(not found[size:].any(), f"a read of {size} bytes changed bytes outside its target")
         await region.aclose()
-    await source.aclose()
+    await world.far("release", number)
     return f"{len(SIZES) - 1} sizes"
 
 
 async def pages(world: EnginePair) -> str:
     page, count = 4096, 500
     data, source = world.source(page * count)
-    array, region, remote = world.target(page * count)
+    number, remote = await world.target(page * count)
     draw = random.Random(1)
     here, there = draw.sample(range(count), count), draw.sample(range(count), count)
-    with world.right.counter(9) as counter:
-        await world.left.write_pages(aiote.Pages(source, here, page), aiote.Pages(remote, there, page), 9)
-        await counter.wait(count)
-        found = world.memory.bytes_of(array).reshape(count, page)
-        expect((found[there] == data.reshape(count, page)[here]).all(), "a page is not where the list says")
-        await world.settle()
-        expect(counter.value == 0, "more pages were counted than there are")
+    await world.left.write_pages(aiote.Pages(source, here, page), aiote.Pages(remote, there, page), 9)
+    found = np.frombuffer(await world.far("counted", 9, count, number, page * count), np.uint8).reshape(count, page)
+    expect((found[there] == data.reshape(count, page)[here]).all(), "a page is at another place than its list says")
+    await world.settle()
+    more = await world.far("left_over", 9)
+    expect(more == 0, f"{count} pages left {more} counts more than pages")
     await source.aclose()
-    await region.aclose()
-    return f"{count} pages of {page} bytes, in any order"
+    await world.far("release", number)
+    return f"{count} pages of {page} bytes, in random order"
 
 
 async def messages(world: EnginePair) -> str:
     sizes = (0, 1, 1000, 16_384)
     for size in sizes:
         sent = random.Random(size).randbytes(size)
-        for one, other in ((world.left, world.right), (world.right, world.left)):
-            await one.send(other.address, sent)
-            got = await other.recv()
-            expect(bytes(got.data) == sent, f"a message of {size} bytes came as another one")
+        await world.left.send(world.address, sent)
+        expect(await world.far("receive") == sent, f"a message of {size} bytes arrived changed")
+        await world.far("send", str(world.left.address), sent)
+        got = await world.left.recv()
+        expect(bytes(got.data) == sent, f"a message of {size} bytes to the first engine arrived changed")
     return f"both ways, up to {max(sizes)} bytes"
 
 
 async def no_late_writes(world: EnginePair) -> str:
-    rounds = 60
+    rounds = 60 * world.times
     _, source = world.source(BIG)
-    array, region, remote = world.target(BIG)
+    number, remote = await world.target(BIG)
     ended: list[int] = []
 
-    async def write(number: int) -> None:
+    async def write(turn: int) -> None:
         await world.left.write(source, remote)
-        ended.append(number)
+        ended.append(turn)
 
-    for number in range(rounds):
+    for turn in range(rounds):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(write, number)
-            for _ in range(number):
+            tasks.start_soon(write, turn)
+            for _ in range(turn):
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
-        world.memory.fill(array, np.zeros(BIG, np.uint8))
+        await world.far("clear", number)
         await world.settle(2)
-        expect(not world.memory.bytes_of(array).any(), f"round {number}: bytes arrived after the cancelled await ended")
+        late = await world.far("written", number)
+        expect(not late, f"round {turn}: bytes arrived after the cancelled await had ended")
     await source.aclose()
-    await region.aclose()
-    return f"{rounds} cancellations, {rounds - len(ended)} of them before the end"
+    await world.far("release", number)
+    return f"{rounds} cancellations, {rounds - len(ended)} of them before the write was complete"
 
 
 async def leases(world: EnginePair) -> str:
-    rounds = 20
+    rounds = 20 * world.times
     _, source = world.source(BIG)
-    array = world.memory.filled(np.zeros(BIG, np.uint8))
-    region = world.right.register(array)
-    for number in range(rounds):
-        lease = region.lease(slice(0, BIG), world.left.address)
-        remote = world.left.attach(lease.descriptor)
+    number, _ = await world.target(BIG)
+    for turn in range(rounds):
+        lease, descriptor = await world.far("lease", number, str(world.left.address))
+        remote = world.left.attach(descriptor)
         transfers = [world.left.submit_write(source, remote) for _ in range(3)]
-        for _ in range(number):
+        for _ in range(turn):
             await anyio.lowlevel.checkpoint()
-        await lease.revoke()
-        world.memory.fill(array, np.zeros(BIG, np.uint8))
+        await world.far("revoke", lease)
+        await world.far("clear", number)
         for transfer in transfers:
             try:
                 await transfer
             except aiote.AioteError:
                 pass
         await world.settle(2)
-        expect(
-            not world.memory.bytes_of(array).any(), f"round {number}: bytes arrived through a lease that was revoked"
-        )
+        late = await world.far("written", number)
+        expect(not late, f"round {turn}: bytes arrived through a lease after it was revoked")
     await source.aclose()
-    await region.aclose()
+    await world.far("release", number)
     return f"{rounds} revocations"
-
-
-async def _line(process: anyio.abc.Process) -> str:
-    """Return the first line of a process's output. Raises Broken if the process ends before it."""
-    said = b""
-    assert process.stdout is not None
-    async for piece in process.stdout:
-        said += piece
-        if b"\n" in said:
-            return said.decode()
-    raise Broken("the second process ended before it was ready")
 
 
 async def _until_refused(engine: aiote.Engine, source: aiote.Region, remote: aiote.RemoteRegion) -> None:
@@ -248,48 +237,75 @@ async def _until_refused(engine: aiote.Engine, source: aiote.Region, remote: aio
             return
 
 
+async def _third_engine(world: EnginePair) -> tuple[aiote.Region, aiote.RemoteRegion]:
+    """Start an engine in a process beside the second one; write to it once; return the source and the target."""
+    remote = world.left.attach(await world.far("start"))
+    _, source = world.source(remote.nbytes)
+    await world.left.write(source, remote)
+    return source, remote
+
+
 async def killed_peer(world: EnginePair) -> str:
-    if world.child is None:
-        raise NotHere("the simulated network exists in one process only")
-    async with await anyio.open_process(world.child, stderr=None) as process:
-        killed = 0.0
-        try:
-            remote = world.left.attach(bytes.fromhex(await _line(process)))
-            _, source = world.source(remote.nbytes)
-            await world.left.write(source, remote)
-            process.kill()
-            killed = time.monotonic()
-            await _until_refused(world.left, source, remote)
-            world.figures["seconds until the error"] = time.monotonic() - killed
-            await source.aclose()
-        finally:
-            # Not after the kill above: reading `returncode` reaps an ended process, and the code that waits for it
-            # would miss its status.
-            if not killed and process.returncode is None:
-                process.kill()
+    source, remote = await _third_engine(world)
+    await world.far("signal", "kill")
+    killed = time.monotonic()
+    await _until_refused(world.left, source, remote)
+    world.figures["seconds until the error"] = time.monotonic() - killed
+    await source.aclose()
     await world.settle()
-    return "the await ended with an error, and the other peer is served"
+    return "the write to it ended with an error, and the other peer was served"
+
+
+async def stopped_peer(world: EnginePair) -> str:
+    source, remote = await _third_engine(world)
+    found, over = "the write waited until it went on", anyio.Event()
+
+    async def write() -> None:
+        nonlocal found
+        try:
+            await world.left.write(source, remote)
+            end = "was complete"
+        except aiote.AioteError:
+            end = "ended with an error"
+        if resumed:
+            return
+        found = f"the write {end} while it was stopped"
+        world.figures["seconds until then"] = time.monotonic() - stopped
+        over.set()
+
+    await world.far("signal", "stop")
+    stopped, resumed = time.monotonic(), False
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(write)
+        await world.settle()
+        with anyio.move_on_after(STOPPED_S):
+            await over.wait()
+        resumed = True
+        await world.far("signal", "resume")
+    await source.aclose()
+    return f"{found}, and the other peer was served meanwhile"
 
 
 async def idle(world: EnginePair) -> str:
     await world.settle()
-    spent, started = time.process_time(), time.monotonic()
+    spent, far, started = time.process_time(), await world.far("cpu"), time.monotonic()
     await anyio.sleep(QUIET_S)
-    used = (time.process_time() - spent) / (time.monotonic() - started)
+    took = time.monotonic() - started
+    used = max(time.process_time() - spent, await world.far("cpu") - far) / took
     world.figures["percent of a core"] = 100 * used
     expect(used < BUSY, f"two engines at rest use {100 * used:.0f} % of a core")
     return f"two connected engines, {QUIET_S:g} s"
 
 
 async def registration(world: EnginePair) -> str:
-    size = 64 << 20  # a small guest has no more to give
+    size = 64 << 20  # a small guest has not much more
     array = world.memory.filled(np.zeros(size, np.uint8))
     started = time.perf_counter()
     region = world.left.register(array)
     world.figures["ms to register"] = 1000 * (time.perf_counter() - started)
     started = time.perf_counter()
     await region.aclose()
-    world.figures["ms to give back"] = 1000 * (time.perf_counter() - started)
+    world.figures["ms to release"] = 1000 * (time.perf_counter() - started)
     return f"{size >> 20} MiB"
 
 
@@ -303,15 +319,16 @@ class Check:
 
 
 CHECKS = (
-    Check("writes", "a write arrives exactly, and nowhere else", writes),
-    Check("counts-follow-data", "who is told of a count finds the bytes in place", counts_follow_data),
-    Check("exact-counts", "as many counts as writes", exact_counts),
-    Check("reads", "a read fetches exactly", reads),
-    Check("pages", "pages go where the lists say", pages),
+    Check("writes", "a write changes only its target", writes),
+    Check("counts-follow-data", "a count arrives only after its bytes", counts_follow_data),
+    Check("exact-counts", "the receiver counts each write exactly once", exact_counts),
+    Check("reads", "a read returns the bytes that are there", reads),
+    Check("pages", "each page arrives at the place in its list", pages),
     Check("messages", "messages arrive whole", messages),
-    Check("no-late-writes", "nothing is written once a cancelled await has ended", no_late_writes),
-    Check("leases", "nothing is written once a lease is revoked", leases),
-    Check("killed-peer", "a killed peer ends what depends on it", killed_peer),
-    Check("idle", "engines at rest use no CPU", idle),
-    Check("registration", "memory can be registered and given back", registration),
+    Check("no-late-writes", "no byte arrives after a cancelled await has ended", no_late_writes),
+    Check("leases", "no byte arrives through a lease after it is revoked", leases),
+    Check("killed-peer", "a write to a killed peer ends with an error", killed_peer),
+    Check("stopped-peer", "a stopped peer delays no other peer", stopped_peer),
+    Check("idle", "engines at rest use hardly any CPU", idle),
+    Check("registration", "memory can be registered and released", registration),
 )

@@ -14,9 +14,9 @@ import aiote
 SIZE = 8 << 20
 
 
-async def main(provider: str, rails: list[str] | None) -> None:
+async def main(provider: str, rails: list[str] | None, host: str | None) -> None:
     """Serve until standard input ends, as it does when the parent dies."""
-    async with aiote.open_engine(provider, rails) as engine:
+    async with aiote.open_engine(provider, rails, host=host) as engine:
         region = engine.register(np.zeros(SIZE, np.uint8))
         print(bytes(region.descriptor).hex(), flush=True)
         await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)

@@ -26,7 +26,8 @@ SUITES = {
 GPU_SUITE = "gpu-suite"
 NO_TESTS = 5  # pytest's status
 BENCHED = {"write": "64K,1M", "read": "64K", "latency": "8", "pages": "4K"}
-LIMIT_S = 3600
+OVER = "stopped, because the time of this run was over; --full gives more"
+RUNS, RUNS_FULL = 3, 9
 
 
 def checkout_here() -> Path | None:
@@ -35,8 +36,11 @@ def checkout_here() -> Path | None:
     return here if (here / "tests" / "support" / "proving.py").exists() else None
 
 
-def suite(name: str, checkout: Path | None, provider: str, more: Sequence[str] = ()) -> Outcome:
-    """Run the tests of one suite over a provider; if there are none to run, the outcome says why."""
+def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more: Sequence[str] = ()) -> Outcome:
+    """Run the tests of one suite over a provider; if there are none to run, the outcome says why.
+
+    After `limit_s` seconds the tests are ended, and the suite counts as not run.
+    """
     claim, folders = SUITES[name]
     about = ("-m", "needs_gpu") if name == GPU_SUITE else ("--prove", provider)
     if checkout is None:
@@ -58,10 +62,10 @@ def suite(name: str, checkout: Path | None, provider: str, more: Sequence[str] =
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=LIMIT_S,
+                timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
-            return Outcome(name, claim, "failed", f"was not over after {LIMIT_S} s", LIMIT_S)
+            return Outcome(name, claim, "not run", OVER, limit_s)
         took = time.monotonic() - started
         if done.returncode == NO_TESTS:
             return Outcome(name, claim, "not run", f"no test there matches {' '.join(about)}", took)
@@ -89,13 +93,15 @@ def _has(case: ElementTree.Element, *names: str) -> bool:
     return any(case.find(name) is not None for name in names)
 
 
-def bench(op: str, provider: str, rails: str) -> Outcome:
-    """Measure one kind of work by `aiote bench`, between two processes of this machine."""
+def bench(op: str, provider: str, rails: str, limit_s: float, *, full: bool = False, connect: str = "") -> Outcome:
+    """Measure one kind of work by `aiote bench`: between two processes here, or with a listener at `connect`."""
     name, claim = f"bench-{op}", f"figures: {op}"
+    runs = RUNS_FULL if full else RUNS
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "records.json"
-        chosen = ["--provider", provider, "--sizes", BENCHED[op], "--runs", "3", "--json", str(file)]
-        command = [sys.executable, "-P", "-m", "aiote", "bench", op, *chosen, *(["--rails", rails] if rails else [])]
+        chosen = ["--provider", provider, "--sizes", BENCHED[op], "--runs", str(runs), "--json", str(file)]
+        chosen += [*(["--rails", rails] if rails else []), *(["--connect", connect] if connect else [])]
+        command = [sys.executable, "-P", "-m", "aiote", "bench", op, *chosen]
         started = time.monotonic()
         try:
             done = subprocess.run(
@@ -103,13 +109,14 @@ def bench(op: str, provider: str, rails: str) -> Outcome:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=LIMIT_S,
+                timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
-            return Outcome(name, claim, "failed", f"was not over after {LIMIT_S} s", LIMIT_S)
+            return Outcome(name, claim, "not run", OVER, limit_s)
         took = time.monotonic() - started
         if done.returncode or not file.exists():
             return Outcome(name, claim, "failed", (done.stderr or done.stdout).strip()[-1000:], took)
         records = json.loads(file.read_text())["records"]
     figures = {f"{record['size']} B, {record['unit']}": float(record["value"]["median"]) for record in records}
-    return Outcome(name, claim, "passed", "two processes, medians of 3 runs", took, figures)
+    where = "two machines" if connect else "two processes"
+    return Outcome(name, claim, "passed", f"{where}, medians of {runs} runs", took, figures)

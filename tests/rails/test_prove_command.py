@@ -13,9 +13,10 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from aiote.cli import prove, prove_suites
+from aiote.cli import prove_raw, prove_run, prove_suites
 from aiote.cli.app import app
 from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair
+from aiote.cli.prove_far import FarSide
 from aiote.cli.prove_memory import HostMemory
 from aiote.cli.prove_report import Outcome, Report, now
 from aiote.rails.ports import read_ports
@@ -24,6 +25,7 @@ from aiote.testing import Fabric
 ROOT = Path(__file__).parents[2]
 QUICK = ("--no-bench", "--no-suites")
 NAMES = [check.name for check in CHECKS]
+PROCESSES = ["killed-peer", "stopped-peer"]
 READS_MEMORY = ["writes", "counts-follow-data", "reads", "pages", "no-late-writes", "leases"]
 
 
@@ -42,19 +44,24 @@ def statuses(report: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "what",
-    ["socket", pytest.param("tcp", marks=pytest.mark.libfabric), pytest.param("verbs", marks=pytest.mark.needs_rdma)],
+    [
+        "local",
+        "socket",
+        pytest.param("tcp", marks=pytest.mark.libfabric),
+        pytest.param("verbs", marks=pytest.mark.needs_rdma),
+    ],
 )
 def test_every_check_passes_over(what, tmp_path):
     status, report, text = proven(tmp_path, what, *QUICK)
     assert statuses(report) == dict.fromkeys(NAMES, "passed"), text
     assert (status, report["exit_status"], report["provider"]) == (0, 0, what)
-    assert {"host", "system", "python", "aiote", "libfabric", "doctor"} <= report["machine"].keys()
-    assert "PROVEN as far as it was run: 11 passed, 0 failed, 0 not run" in text
+    assert {"system", "python", "aiote", "libfabric", "doctor"} <= report["machine"].keys()
+    assert "PROVEN as far as it was run: 12 passed, 0 failed, 0 not run" in text
 
 
 def test_over_the_simulated_network_everything_is_run_but_a_killed_process(tmp_path):
     status, report, _ = proven(tmp_path, "sim", *QUICK)
-    assert statuses(report) == {**dict.fromkeys(NAMES, "passed"), "killed-peer": "not run"}
+    assert statuses(report) == {**dict.fromkeys(NAMES, "passed"), **dict.fromkeys(PROCESSES, "not run")}
     assert status == 0
 
 
@@ -78,7 +85,7 @@ def test_a_check_that_fails_makes_the_exit_status_1(monkeypatch, tmp_path):
         raise LookupError("what nobody thought of")
 
     told = [Check("one", "nothing is lost", broken), Check("two", "nothing else is", stumbles), CHECKS[0]]
-    monkeypatch.setattr(prove, "CHECKS", told)
+    monkeypatch.setattr(prove_run, "CHECKS", told)
     path = tmp_path / "r.json"
     done = CliRunner().invoke(app, ["prove", "sim", *QUICK, "--report", str(path)])
     report = json.loads(path.read_text())
@@ -90,7 +97,7 @@ def test_a_check_that_fails_makes_the_exit_status_1(monkeypatch, tmp_path):
 
 
 class Damaged(HostMemory):
-    """Memory whose last byte reads as another one."""
+    """ArrayMemory whose last byte reads as another one."""
 
     def bytes_of(self, array: Any) -> Any:
         seen = super().bytes_of(array)
@@ -105,7 +112,8 @@ def ask(check: Check, memory: HostMemory, *, late: int = 0) -> str:
         with Fabric(seed=1, rails=2) as fabric:
             async with fabric.open_engine() as left, fabric.open_engine() as right:
                 await left.connect(right.address)
-                return await check.run(Late(left, right, memory) if late else EnginePair(left, right, memory))
+                kind = Late if late else EnginePair
+                return await check.run(kind(left, FarSide(right, memory).ask, str(right.address), memory))
 
     return anyio.run(run)
 
@@ -116,7 +124,7 @@ class Late(EnginePair):
     async def settle(self, times: int = 5) -> None:
         await super().settle(times)
         for number in LATE:
-            await self.left.write_imm(None, self.right.address, number)
+            await self.left.write_imm(None, self.address, number)
         await super().settle(times)
 
 
@@ -138,15 +146,15 @@ def test_counts_that_are_too_many_are_found_by(name):
 
 
 def test_a_suite_runs_the_tests_of_a_checkout_over_one_provider():
-    outcome = prove_suites.suite("contract-suite", ROOT, "sim", ["-k", "test_a_read_fetches_exactly"])
+    outcome = prove_suites.suite("contract-suite", ROOT, "sim", 600, ["-k", "test_a_read_fetches_exactly"])
     assert (outcome.status, outcome.detail) == ("passed", "1 tests passed, 0 failed, 0 skipped")
 
 
 def test_a_suite_that_has_no_test_of_a_provider_is_not_run():
-    outcome = prove_suites.suite("contract-suite", ROOT, "carrier-pigeon")
+    outcome = prove_suites.suite("contract-suite", ROOT, "carrier-pigeon", 600)
     assert outcome.status == "not run"
     assert "--prove carrier-pigeon" in outcome.detail
-    without = prove_suites.suite("contract-suite", None, "sim")
+    without = prove_suites.suite("contract-suite", None, "sim", 600)
     assert (without.status, "--checkout" in without.detail) == ("not run", True)
 
 
@@ -166,3 +174,50 @@ def test_nothing_run_is_not_success():
     assert report.exit_status == 0
     report.outcomes.append(Outcome("pages", "pages arrive", "failed"))
     assert report.exit_status == 1
+    report.outcomes.pop()
+    report.partial = "interrupted during pages"
+    assert report.exit_status == 2
+    assert "efa: PARTIAL: 1 passed, 0 failed, 1 not run (interrupted during pages)" in report.text()
+
+
+def test_a_suite_that_outlasts_the_run_is_not_a_failure():
+    outcome = prove_suites.suite("contract-suite", ROOT, "sim", 0.001)
+    assert (outcome.status, outcome.detail) == ("not run", prove_suites.OVER)
+
+
+def test_a_part_after_the_end_of_the_run_is_not_run():
+    run = prove_run.Run(prove_run.Subject("sim", "sim", None, None, HostMemory()))
+    first = next(prove_run.parts(run, None, bench=False, suites=False))
+    run.started -= prove_run.BUDGET_S
+    outcome = first.run(run)
+    assert (outcome.status, outcome.detail) == ("not run", prove_suites.OVER)
+    assert prove_run.Run(run.subject, full=True).left_s > prove_run.BUDGET_S
+
+
+def test_ratios_are_of_the_same_work():
+    records = [
+        {"contestant": name, "op": op, "value": {"median": value}}
+        for name, op, value in (("aiote", "write", 6.0), ("raw", "write", 8.0), ("aiote", "latency", 9.0))
+    ]
+    assert prove_raw.ratios(records) == {"write, aiote / raw": 0.75}
+
+
+@pytest.mark.parametrize("what", ["local", "socket", "sim", "cuda"])
+def test_without_a_tool_there_is_no_ratio(what):
+    run = prove_run.Run(prove_run.Subject(what, what, None, None, HostMemory()))
+    outcome = prove_raw.beside(run)
+    assert (outcome.status, outcome.figures) == ("not run", {})
+
+
+@pytest.mark.parametrize("provider", ["carrier-pigeon", "socket"])
+def test_a_tool_that_fails_breaks_no_promise(provider):
+    outcome = prove_raw.beside(prove_run.Run(prove_run.Subject("tcp", provider, None, None, HostMemory())))
+    assert outcome.status == "not run"
+    assert outcome.detail
+
+
+def test_the_output_of_fi_pingpong_is_read():
+    head = "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n"
+    row = "8       1k      =1k      15k         1.60s      0.01     797.82       0.00\n"
+    assert prove_raw.pingpong_us(head + row) == 797.82
+    assert prove_raw.pingpong_us("fi_getinfo: -61\n") == 0

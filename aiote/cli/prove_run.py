@@ -1,0 +1,233 @@
+"""The parts of a run of `aiote prove`, in order: checks, benchmarks, then the tests of a checkout."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+
+import aiote
+from aiote.cli import prove_raw, prove_suites
+from aiote.cli.prove_checks import CHECKS, Broken, Check, NotHere, World
+from aiote.cli.prove_far import FarSide, child_command
+from aiote.cli.prove_memory import Memory
+from aiote.cli.prove_report import Outcome
+from aiote.cli.prove_wire import FarLost, Greeting, Refused, ask, dial, engine_host
+from aiote.testing import Fabric
+
+__all__ = ["BUDGET_S", "FULL_S", "Part", "Run", "Subject", "far_machine", "parts"]
+
+CHECK_LIMIT_S = 300.0
+BUDGET_S, FULL_S = 480.0, 900.0
+NO_ENGINE = "no pair of engines: "
+MORE_ROUNDS = 5
+"""How many times as many rounds a check takes with --full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The device under test: its provider, the NICs of each side, the memory to move, and the place of the second
+    engine if that is another machine.
+    """
+
+    what: str
+    provider: str
+    rails: list[str] | None
+    peer_rails: list[str] | None
+    memory: Memory
+    missing: str = ""
+    place: tuple[str, int] | None = None
+
+    @property
+    def greeting(self) -> Greeting:
+        """The greeting of this side when it connects."""
+        return Greeting(False, self.what, aiote.EngineConfig().cluster_key)
+
+
+@dataclass(slots=True)
+class Run:
+    """The time that a run may take, and the reason why no further engine would open, if there is one."""
+
+    subject: Subject
+    full: bool = False
+    reason: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def limit_s(self) -> float:
+        """How long the whole run may take."""
+        return FULL_S if self.full else BUDGET_S
+
+    @property
+    def left_s(self) -> float:
+        """How much of that is left."""
+        return self.limit_s - (time.monotonic() - self.started)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a run: its name and claim in the report, and the function that runs it."""
+
+    name: str
+    claim: str
+    act: Callable[[], Outcome]
+
+    def run(self, run: Run) -> Outcome:
+        """Run the part, or say why not. Raises FarLost if the other machine is gone."""
+        reason = run.reason or ("" if run.left_s > 0 else prove_suites.OVER)
+        return Outcome(self.name, self.claim, "not run", reason) if reason else self.act()
+
+
+def parts(run: Run, checkout: Path | None, *, bench: bool, suites: bool) -> Iterator[Part]:
+    """Yield the parts of a run."""
+    subject = run.subject
+    for check in CHECKS:
+        yield Part(check.name, check.claim, partial(_check, run, check))
+    for op in prove_suites.BENCHED if bench else ():
+        yield Part(f"bench-{op}", f"figures: {op}", partial(_bench, run, op))
+    if bench:
+        yield Part(prove_raw.NAME, prove_raw.CLAIM, partial(prove_raw.beside, run))
+    gpu = subject.what == "cuda"
+    for name, (claim, _) in prove_suites.SUITES.items() if suites else ():
+        if (name == prove_suites.GPU_SUITE) == gpu:
+            yield Part(name, claim, partial(_suite, run, name, checkout))
+
+
+def _check(run: Run, check: Check) -> Outcome:
+    outcome = anyio.run(_one, run, check)
+    if outcome.status == "not run" and outcome.detail.startswith(NO_ENGINE):
+        run.reason = outcome.detail
+    if outcome.status == "failed" and run.subject.place is not None:
+        # An engine may notice before the connection does that the other machine is gone, and then no promise is broken.
+        try:
+            far_machine(run.subject)
+        except (Refused, FarLost) as error:
+            raise FarLost("the other side is gone") from error
+    return outcome
+
+
+def _bench(run: Run, op: str) -> Outcome:
+    subject = run.subject
+    reason = "the simulated network has no speed of its own" if subject.what == "sim" else ""
+    reason = reason or ("aiote bench is measured by hand with --memory cuda" if subject.what == "cuda" else "")
+    if reason:
+        return Outcome(f"bench-{op}", f"figures: {op}", "not run", reason)
+    measure = partial(prove_suites.bench, op, subject.provider, ",".join(subject.rails or []), full=run.full)
+    if subject.place is None:
+        return measure(run.left_s)
+
+    async def apart() -> Outcome:
+        assert subject.place is not None
+        host, port = subject.place
+        async with dial(host, port, subject.greeting) as frames:
+            theirs = await ask(frames, "bench")
+            shown = f"[{host}]" if ":" in host else host
+            return await anyio.to_thread.run_sync(partial(measure, run.left_s, connect=f"{shown}:{theirs}"))
+
+    return _or_lost(apart)
+
+
+def _suite(run: Run, name: str, checkout: Path | None) -> Outcome:
+    if run.subject.place is not None:
+        claim = prove_suites.SUITES[name][0]
+        return Outcome(name, claim, "not run", "the tests use one machine; run the command without --connect for them")
+    return prove_suites.suite(name, checkout, run.subject.provider, run.left_s)
+
+
+def far_machine(subject: Subject) -> dict[str, Any]:
+    """Return the other machine's description. Raises Refused or FarLost."""
+
+    async def told() -> Any:
+        assert subject.place is not None
+        async with dial(*subject.place, subject.greeting) as frames:
+            return await ask(frames, "machine")
+
+    found: dict[str, Any] = anyio.run(told)
+    return found
+
+
+def _or_lost(work: Callable[[], Any]) -> Outcome:
+    """Run work that dials the other machine. Raises FarLost if that no longer listens."""
+    try:
+        outcome: Outcome = anyio.run(work)
+    except Refused as error:
+        raise FarLost(str(error)) from error
+    return outcome
+
+
+@contextlib.asynccontextmanager
+async def _world(run: Run) -> AsyncIterator[World]:
+    """Open two engines, or one here and one on the other machine, and connect them. Raises NotHere if one does not
+    open.
+    """
+    subject = run.subject
+    times = MORE_ROUNDS if run.full else 1
+    async with contextlib.AsyncExitStack() as stack:
+        if subject.place is not None:
+            frames = await stack.enter_async_context(dial(*subject.place, subject.greeting))
+            host = engine_host(frames.local_host)
+            left = await _opened(stack, aiote.open_engine(subject.provider, subject.rails, host=host))
+            address = await ask(frames, "open")
+            try:
+                await left.connect(address)
+            except aiote.PeerError as error:
+                if subject.provider != "local":
+                    raise
+                # Two hosts, or two network namespaces, share no memory: no promise is broken.
+                raise NotHere(f"{NO_ENGINE}{error}") from error
+            yield World(left, partial(ask, frames), address, subject.memory, times)
+            return
+        fabric = stack.enter_context(Fabric(seed=1, rails=2)) if subject.what == "sim" else None
+        left, right = [
+            await _opened(stack, fabric.open_engine() if fabric else aiote.open_engine(subject.provider, rails))
+            for rails in (subject.rails, subject.peer_rails)
+        ]
+        side = FarSide(right, subject.memory, None if fabric else child_command(subject.provider, subject.peer_rails))
+        stack.push_async_callback(side.end)
+        await left.connect(right.address)
+        yield World(left, side.ask, str(right.address), subject.memory, times)
+
+
+async def _opened(stack: contextlib.AsyncExitStack, opening: AbstractAsyncContextManager[aiote.Engine]) -> aiote.Engine:
+    try:
+        return await stack.enter_async_context(opening)
+    except (aiote.UsageError, aiote.FabricError) as error:
+        raise NotHere(f"{NO_ENGINE}{error}") from error
+
+
+async def _one(run: Run, check: Check) -> Outcome:
+    """Run one check on new engines, so that an engine that a check broke does not affect the next check."""
+    started = time.monotonic()
+    figures: dict[str, float] = {}
+    limit_s = min(CHECK_LIMIT_S, run.left_s)
+
+    def outcome(status: Literal["passed", "failed", "not run"], detail: str) -> Outcome:
+        return Outcome(check.name, check.claim, status, detail, round(time.monotonic() - started, 3), figures)
+
+    try:
+        with anyio.fail_after(limit_s), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # that a provider was never run: the report says so
+            async with _world(run) as world:
+                world.figures = figures
+                return outcome("passed", await check.run(world))
+    except (FarLost, Refused) as error:
+        raise FarLost(str(error)) from error
+    except NotHere as error:
+        return outcome("not run", str(error))
+    except Broken as error:
+        return outcome("failed", str(error))
+    except TimeoutError:
+        if limit_s < CHECK_LIMIT_S:
+            return outcome("not run", prove_suites.OVER)
+        return outcome("failed", f"was not over after {CHECK_LIMIT_S:g} s")
+    except Exception as error:  # whatever it is, the report names it and the other checks run
+        return outcome("failed", f"{type(error).__name__}: {error}")
