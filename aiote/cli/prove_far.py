@@ -20,7 +20,7 @@ import numpy as np
 
 import aiote
 from aiote.cli import prove_peer
-from aiote.cli.prove_memory import Memory
+from aiote.cli.prove_memory import ArrayMemory
 
 __all__ = ["FENCE", "Ask", "Broken", "FarSide", "NotHere"]
 
@@ -43,7 +43,7 @@ class FarSide:
     `ask` runs a question of COMMANDS. `end` ends the child processes; the engine's owner closes the engine.
     """
 
-    def __init__(self, engine: aiote.Engine, memory: Memory, child: list[str] | None = None) -> None:
+    def __init__(self, engine: aiote.Engine, memory: ArrayMemory, child: list[str] | None = None) -> None:
         self._engine = engine
         self._memory = memory
         self._command = child

@@ -17,9 +17,9 @@ import anyio.to_thread
 
 import aiote
 from aiote.cli import prove_raw, prove_suites
-from aiote.cli.prove_checks import CHECKS, Broken, Check, NotHere, World
+from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair, NotHere
 from aiote.cli.prove_far import FarSide, child_command
-from aiote.cli.prove_memory import Memory
+from aiote.cli.prove_memory import ArrayMemory
 from aiote.cli.prove_report import Outcome
 from aiote.cli.prove_wire import FarLost, Greeting, Refused, ask, dial, engine_host
 from aiote.testing import Fabric
@@ -43,7 +43,7 @@ class Subject:
     provider: str
     rails: list[str] | None
     peer_rails: list[str] | None
-    memory: Memory
+    memory: ArrayMemory
     missing: str = ""
     place: tuple[str, int] | None = None
 
@@ -165,7 +165,7 @@ def _or_lost(work: Callable[[], Any]) -> Outcome:
 
 
 @contextlib.asynccontextmanager
-async def _world(run: Run) -> AsyncIterator[World]:
+async def _world(run: Run) -> AsyncIterator[EnginePair]:
     """Open two engines, or one here and one on the other machine, and connect them. Raises NotHere if one does not
     open.
     """
@@ -184,7 +184,7 @@ async def _world(run: Run) -> AsyncIterator[World]:
                     raise
                 # Two hosts, or two network namespaces, share no memory: no promise is broken.
                 raise NotHere(f"{NO_ENGINE}{error}") from error
-            yield World(left, partial(ask, frames), address, subject.memory, times)
+            yield EnginePair(left, partial(ask, frames), address, subject.memory, times)
             return
         fabric = stack.enter_context(Fabric(seed=1, rails=2)) if subject.what == "sim" else None
         left, right = [
@@ -194,7 +194,7 @@ async def _world(run: Run) -> AsyncIterator[World]:
         side = FarSide(right, subject.memory, None if fabric else child_command(subject.provider, subject.peer_rails))
         stack.push_async_callback(side.end)
         await left.connect(right.address)
-        yield World(left, side.ask, str(right.address), subject.memory, times)
+        yield EnginePair(left, side.ask, str(right.address), subject.memory, times)
 
 
 async def _opened(stack: contextlib.AsyncExitStack, opening: AbstractAsyncContextManager[aiote.Engine]) -> aiote.Engine:
