@@ -165,7 +165,7 @@ def test_every_setting_has_a_range_and_a_reason():
 def made(setting: str, value: object) -> object:
     """Return the value that a config has after it was made with it."""
     kind, name = (aiote.VerbsConfig, setting[6:]) if setting.startswith("verbs.") else (aiote.EngineConfig, setting)
-    beside = {"heartbeat_interval": {"heartbeat_timeout": 0.02}, "heartbeat_timeout": {"heartbeat_interval": 0.01}}
+    beside = {"heartbeat_interval": {"heartbeat_timeout": 60}, "heartbeat_timeout": {"heartbeat_interval": 0.01}}
     return getattr(kind(**{name: value}, **beside.get(name, {})), name)
 
 

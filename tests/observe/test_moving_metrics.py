@@ -171,8 +171,9 @@ async def sleeping_peers() -> None:
         with right.counter(3) as arrivals:
             for _ in range(20):
                 async with anyio.create_task_group() as group:
+                    before = right.statistics().sleeps
                     group.start_soon(arrivals.wait, 1)
-                    await anyio.sleep(0.005)
+                    await until(lambda before=before: right.statistics().sleeps > before)
                     await left.write_imm(source, target, 3)
         await scraper.sees("sleeping_peers")
 
@@ -230,11 +231,12 @@ class Slow(service.Service):
     """What is called."""
 
     @service.method
-    async def wait(self, seconds: float) -> None:
-        """Wait, or fail."""
-        if seconds < 0:
+    async def wait(self, how: str) -> None:
+        """Return, fail, or wait for ever."""
+        if how == "fail":
             raise ValueError("as asked")
-        await anyio.sleep(seconds)
+        if how == "wait":
+            await anyio.sleep_forever()
 
 
 @moves(*(name.removeprefix("aiote_") for name in CALLS))
@@ -243,11 +245,11 @@ async def calls() -> None:
     scraper = Scraper(CallCollector(times, "slow"))
     async with pair("local") as (left, right), service.serve(right, Slow(), interceptors=[times.intercept]):
         client = service.client(left, right.address, Slow)
-        await client.wait(0)
+        await client.wait("return")
         with pytest.raises(service.RemoteError):
-            await client.wait(-1)
+            await client.wait("fail")
         async with anyio.create_task_group() as group:
-            group.start_soon(client.wait, 1000)
+            group.start_soon(client.wait, "wait")
             await scraper.sees("calls")
             group.cancel_scope.cancel()
         await until(lambda: not any(times.running.values()))
