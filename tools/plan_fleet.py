@@ -38,7 +38,7 @@ from aiote.kvcache.mapping import CacheMap, assign
 from aiote.kvcache.routing import Router
 from aiote.moe.config import Sizes
 from aiote.plan import KV_SHAPES, MOE_SHAPES, nics_of
-from aiote.plan.kvcache import Computation, KvScenario, Layout, plan_kvcache
+from aiote.plan.kvcache import Computation, KvScenario, ParallelLayout, plan_kvcache
 from aiote.plan.moe import MoeScenario, plan_moe
 from aiote.plan.weights import Costs, bound, count_writes
 from aiote.testing import Fabric, run
@@ -158,7 +158,7 @@ def kvcache(prefill: int, decode: int) -> None:
 
 def _pages(groups: int) -> None:
     """Plan the pages of one prefill and one decode group at the largest rate, and multiply by the groups."""
-    nics, shape, layout = nics_of("efa-200g"), KV_SHAPES["qwen3-235b"], Layout(GROUP_RANKS)
+    nics, shape, layout = nics_of("efa-200g"), KV_SHAPES["qwen3-235b"], ParallelLayout(GROUP_RANKS)
     scenario = KvScenario(
         shape=shape, nics=nics, tokens=PROMPT_TOKENS, prefill=layout, decode=layout, page_tokens=PAGE_TOKENS,
         computation=Computation.published(PROMPT_TOKENS), hold_s=HOLD_S,

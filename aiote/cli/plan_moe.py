@@ -55,9 +55,7 @@ def moe(
     zipf: Annotated[float, typer.Option(help="How unevenly tokens choose experts; 0: evenly.")] = 0.0,
     constant_us: Annotated[
         str,
-        typer.Option(
-            metavar="US,US", help="Time of kernels and host, for dispatch and combine.", show_default="calibrated"
-        ),
+        typer.Option(metavar="US,US", help="Time of kernels and host: dispatch, combine.", show_default="calibrated"),
     ] = "",
     how: Annotated[How, typer.Option(help=HOW_HELP)] = How.AUTO,
     nics: Annotated[str, typer.Option(metavar="NAME|FILE", help=NICS_HELP)] = "connectx-7",
@@ -79,7 +77,7 @@ def moe(
         )  # fmt: skip
         constant = _constant(constant_us)
         scenarios = [dataclasses.replace(base, ranks=count) for count in ranks or [base.ranks]]
-        plans = [plan_moe(scenario, constant) for scenario in scenarios]
+        plans = [plan_moe(each, constant) for each in scenarios]
         several = list(with_nics(scenarios[0], NIC_COUNTS, constant))
         drawn(plot, lambda path: draw(path, _title(scenarios[0]), _panels(plans, several)))
     if as_json:

@@ -23,7 +23,7 @@ from aiote.cli import prove_listen, prove_suites, prove_wire
 from aiote.cli.prove_memory import HostMemory, gpu_memory
 from aiote.cli.prove_report import Outcome, Report, boot, machine, now
 from aiote.cli.prove_run import Run, Subject, far_machine, parts
-from aiote.cli.prove_wire import FarLost, Refused
+from aiote.cli.prove_wire import FarLost, FarRefused
 from aiote.rails.ports import read_ports
 
 __all__ = ["command", "prove"]
@@ -155,7 +155,7 @@ def _greeted(subject: Subject) -> dict[str, Any]:
     """Return the other machine's description; exit with 2 and one sentence if it does not fit."""
     try:
         told = far_machine(subject)
-    except (Refused, FarLost) as error:
+    except (FarRefused, FarLost) as error:
         _fail(str(error))
     return {"host": "the same" if told.pop("boot") == boot() else "another", **told}
 

@@ -17,12 +17,12 @@ from aiote.cli.prove_far import FarSide, NotHere, child_command
 from aiote.cli.prove_private import names_here, without_names
 from aiote.cli.prove_report import boot
 from aiote.cli.prove_run import Subject
-from aiote.cli.prove_wire import FarLost, Frames, Greeting, Refused, engine_host, exchange, keep_alive, serve
+from aiote.cli.prove_wire import FarLost, FarRefused, Frames, Greeting, engine_host, exchange, keep_alive, serve
 
 __all__ = ["listen"]
 
 
-class Session:
+class FarSession:
     """One connection of the other side: at most one engine and one server of benchmark targets."""
 
     def __init__(self, subject: Subject, machine: dict[str, Any], host: str, stack: contextlib.AsyncExitStack) -> None:
@@ -90,7 +90,7 @@ async def _listen(
             try:
                 async with stream, contextlib.AsyncExitStack() as stack:
                     await _serve(stream, stack, subject, machine)
-            except (Refused, FarLost) as error:
+            except (FarRefused, FarLost) as error:
                 tell(f"refused: {error}")
             except Exception as error:  # one connection's trouble ends no other
                 tell(f"a connection ended: {type(error).__name__}: {error}")
@@ -101,10 +101,10 @@ async def _listen(
 async def _serve(
     stream: anyio.abc.ByteStream, stack: contextlib.AsyncExitStack, subject: Subject, machine: dict[str, Any]
 ) -> None:
-    """Greet one connection and answer its questions until it ends. Raises Refused or FarLost if it does not fit."""
+    """Greet one connection and answer its questions until it ends. Raises FarRefused or FarLost if it does not fit."""
     keep_alive(stream)
     frames = Frames(stream)
     await exchange(frames, Greeting(True, subject.what, aiote.EngineConfig().cluster_key))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that a provider was never run: the report says so
-        await serve(frames, Session(subject, machine, frames.local_host, stack).answer)
+        await serve(frames, FarSession(subject, machine, frames.local_host, stack).answer)

@@ -21,10 +21,10 @@ from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair, NotHere
 from aiote.cli.prove_far import FarSide, child_command
 from aiote.cli.prove_memory import ArrayMemory
 from aiote.cli.prove_report import Outcome
-from aiote.cli.prove_wire import FarLost, Greeting, Refused, ask, dial, engine_host
+from aiote.cli.prove_wire import FarLost, FarRefused, Greeting, ask, dial, engine_host
 from aiote.testing import Fabric
 
-__all__ = ["BUDGET_S", "FULL_S", "Part", "Run", "Subject", "far_machine", "parts"]
+__all__ = ["BUDGET_S", "FULL_S", "ProofPart", "Run", "Subject", "far_machine", "parts"]
 
 CHECK_LIMIT_S = 300.0
 BUDGET_S, FULL_S = 480.0, 900.0
@@ -74,7 +74,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProofPart:
     """One part of a run: its name and claim in the report, and the function that runs it."""
 
     name: str
@@ -87,19 +87,19 @@ class Part:
         return Outcome(self.name, self.claim, "not run", reason) if reason else self.act()
 
 
-def parts(run: Run, checkout: Path | None, *, bench: bool, suites: bool) -> Iterator[Part]:
+def parts(run: Run, checkout: Path | None, *, bench: bool, suites: bool) -> Iterator[ProofPart]:
     """Yield the parts of a run."""
     subject = run.subject
     for check in CHECKS:
-        yield Part(check.name, check.claim, partial(_check, run, check))
+        yield ProofPart(check.name, check.claim, partial(_check, run, check))
     for op in prove_suites.BENCHED if bench else ():
-        yield Part(f"bench-{op}", f"figures: {op}", partial(_bench, run, op))
+        yield ProofPart(f"bench-{op}", f"figures: {op}", partial(_bench, run, op))
     if bench:
-        yield Part(prove_raw.NAME, prove_raw.CLAIM, partial(prove_raw.beside, run))
+        yield ProofPart(prove_raw.NAME, prove_raw.CLAIM, partial(prove_raw.beside, run))
     gpu = subject.what == "cuda"
     for name, (claim, _) in prove_suites.SUITES.items() if suites else ():
         if (name == prove_suites.GPU_SUITE) == gpu:
-            yield Part(name, claim, partial(_suite, run, name, checkout))
+            yield ProofPart(name, claim, partial(_suite, run, name, checkout))
 
 
 def _check(run: Run, check: Check) -> Outcome:
@@ -110,7 +110,7 @@ def _check(run: Run, check: Check) -> Outcome:
         # An engine may notice before the connection does that the other machine is gone, and then no promise is broken.
         try:
             far_machine(run.subject)
-        except (Refused, FarLost) as error:
+        except (FarRefused, FarLost) as error:
             raise FarLost("the other side is gone") from error
     return outcome
 
@@ -144,7 +144,7 @@ def _suite(run: Run, name: str, checkout: Path | None) -> Outcome:
 
 
 def far_machine(subject: Subject) -> dict[str, Any]:
-    """Return the other machine's description. Raises Refused or FarLost."""
+    """Return the other machine's description. Raises FarRefused or FarLost."""
 
     async def told() -> Any:
         assert subject.place is not None
@@ -159,7 +159,7 @@ def _or_lost(work: Callable[[], Any]) -> Outcome:
     """Run work that dials the other machine. Raises FarLost if that no longer listens."""
     try:
         outcome: Outcome = anyio.run(work)
-    except Refused as error:
+    except FarRefused as error:
         raise FarLost(str(error)) from error
     return outcome
 
@@ -219,7 +219,7 @@ async def _one(run: Run, check: Check) -> Outcome:
             async with _world(run) as world:
                 world.figures = figures
                 return outcome("passed", await check.run(world))
-    except (FarLost, Refused) as error:
+    except (FarLost, FarRefused) as error:
         raise FarLost(str(error)) from error
     except NotHere as error:
         return outcome("not run", str(error))

@@ -31,9 +31,9 @@ from aiote.cli.prove_far import Broken, NotHere
 __all__ = [
     "PORT",
     "FarLost",
+    "FarRefused",
     "Frames",
     "Greeting",
-    "Refused",
     "ask",
     "dial",
     "engine_host",
@@ -52,7 +52,7 @@ NONCE_BYTES = 32
 Answering = Callable[[str, list[Any]], Awaitable[Any]]
 
 
-class Refused(Exception):
+class FarRefused(Exception):
     """The other side does not fit; the text says in one sentence why."""
 
 
@@ -70,7 +70,7 @@ class Greeting:
 
 
 class Frames:
-    """Frames over a byte stream. Raises FarLost when the other side is gone, Refused for bytes that are no frame."""
+    """Frames over a byte stream. Raises FarLost when the other side is gone, FarRefused for bytes that are no frame."""
 
     def __init__(self, stream: anyio.abc.ByteStream) -> None:
         self._stream = stream
@@ -91,14 +91,14 @@ class Frames:
         try:
             (size,) = struct.unpack("!I", await self._buffer.receive_exactly(4))
             if size > self.limit:
-                raise Refused("the other side is no `aiote prove`")
+                raise FarRefused("the other side is no `aiote prove`")
             frame = msgspec.msgpack.decode(await self._buffer.receive_exactly(size))
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError) as error:
             raise FarLost("the other side is gone") from error
         except msgspec.DecodeError as error:
-            raise Refused("the other side is no `aiote prove`") from error
+            raise FarRefused("the other side is no `aiote prove`") from error
         if not isinstance(frame, list) or not frame:
-            raise Refused("the other side is no `aiote prove`")
+            raise FarRefused("the other side is no `aiote prove`")
         return frame
 
 
@@ -118,7 +118,7 @@ def engine_host(local: str) -> str | None:
 
 
 async def exchange(frames: Frames, ours: Greeting) -> None:
-    """Compare versions, subjects and keys with the other side. Raises Refused, with a sentence, or FarLost."""
+    """Compare versions, subjects and keys with the other side. Raises FarRefused, with a sentence, or FarLost."""
     nonce = os.urandom(NONCE_BYTES)
     version = metadata.version("aiote")
     try:
@@ -129,23 +129,23 @@ async def exchange(frames: Frames, ours: Greeting) -> None:
             await frames.send([_proof(ours, ours.listens, nonce, theirs[4])])
             proof = (await frames.receive())[0]
     except TimeoutError as error:
-        raise Refused(f"the other side said nothing for {GREETING_S:g} s; it may be no `aiote prove`") from error
+        raise FarRefused(f"the other side said nothing for {GREETING_S:g} s; it may be no `aiote prove`") from error
     wanted = _proof(ours, not ours.listens, theirs[4], nonce)
     if not isinstance(proof, bytes) or not hmac.compare_digest(proof, wanted):
-        raise Refused("the other side has another cluster key; set AIOTE_CLUSTER_KEY to the same secret on both")
+        raise FarRefused("the other side has another cluster key; set AIOTE_CLUSTER_KEY to the same secret on both")
     frames.limit = LARGE
 
 
 def _compare(theirs: list[Any], version: str, what: str) -> None:
-    """Raise Refused unless the other side's greeting fits."""
+    """Raise FarRefused unless the other side's greeting fits."""
     if theirs[0] != "aiote prove" or len(theirs) < 5 or not isinstance(theirs[4], bytes):
-        raise Refused("the other side is no `aiote prove`")
+        raise FarRefused("the other side is no `aiote prove`")
     if theirs[1] != PROTOCOL or theirs[2] != version:
-        raise Refused(
+        raise FarRefused(
             f"the other side runs aiote {str(theirs[2])[:40]}, this one {version}; install one version on both"
         )
     if theirs[3] != what:
-        raise Refused(f"the other side proves {str(theirs[3])[:40]}, this one {what}; name the same on both")
+        raise FarRefused(f"the other side proves {str(theirs[3])[:40]}, this one {what}; name the same on both")
 
 
 def _proof(ours: Greeting, by_listener: bool, first: bytes, second: bytes) -> bytes:
@@ -156,12 +156,14 @@ def _proof(ours: Greeting, by_listener: bool, first: bytes, second: bytes) -> by
 
 @contextlib.asynccontextmanager
 async def dial(host: str, port: int, ours: Greeting) -> AsyncIterator[Frames]:
-    """Connect to a listener and greet it. Raises Refused or FarLost."""
+    """Connect to a listener and greet it. Raises FarRefused or FarLost."""
     try:
         with anyio.fail_after(GREETING_S):
             stream = await anyio.connect_tcp(host, port)
     except (OSError, TimeoutError) as error:
-        raise Refused(f"nobody listens there; start `aiote prove {ours.what} --listen` on the other machine") from error
+        raise FarRefused(
+            f"nobody listens there; start `aiote prove {ours.what} --listen` on the other machine"
+        ) from error
     async with stream:
         keep_alive(stream)
         frames = Frames(stream)
@@ -183,7 +185,7 @@ async def serve(frames: Frames, answer: Answering) -> None:
     send, receive = anyio.create_memory_object_stream[list[Any]](1)
     async with send, receive, anyio.create_task_group() as tasks:
         tasks.start_soon(_answers, frames, receive, answer)
-        with contextlib.suppress(FarLost, Refused):
+        with contextlib.suppress(FarLost, FarRefused):
             while True:
                 await send.send(await frames.receive())
         tasks.cancel_scope.cancel()

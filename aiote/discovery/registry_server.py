@@ -105,7 +105,7 @@ class _LocalRegistration:
             raise RegistryError(f"member {self.member.name}: {refusals[self.member.name]}")
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
-        """Replace the attributes. Raises as `Registration.update`."""
+        """Replace the attributes. Raises as `MemberRegistration.update`."""
         member = replace(self.member, attributes=attributes)
         if lost := self.lost:
             raise RegistryError(f"member {self.member.name}: {lost}")
@@ -236,7 +236,9 @@ class RegistryServer:
         own = len(self._watches.get(owner, ()))
         if own >= WATCHES_EACH or (self.watchers >= self._limit and not self._end_greediest(own)):
             self.turned_away += 1
-            raise RegistryError(f"the registry has its {self._limit} clients, or {WATCHES_EACH} of this engine")
+            raise RegistryError(
+                f"the registry has {self._limit} clients, or {WATCHES_EACH} of this engine, and accepts no more"
+            )
         watch = self._roster.watch()
         self._watches.setdefault(owner, []).append(watch)
         return watch

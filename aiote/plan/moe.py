@@ -33,7 +33,7 @@ from aiote.moe.config import ITEMSIZES, Sizes
 from aiote.moe.memory import LaneMap
 
 from ..testing import Fabric, run
-from .moe_arithmetic import PACKET, Round, last_bytes
+from .moe_arithmetic import PACKET, ComputedRound, last_bytes
 from .nics import Nics, in_range
 from .shapes import MoeShape
 
@@ -213,7 +213,7 @@ def _simulated(scenario: MoeScenario) -> Measured:
 def _computed(scenario: MoeScenario) -> Measured:
     """Compute a round by arithmetic."""
     nics, model = scenario.nics.per_rank, scenario.nics.model
-    found = Round(scenario.config, [scenario.tokens_of(rank) for rank in range(scenario.ranks)], nics)
+    found = ComputedRound(scenario.config, [scenario.tokens_of(rank) for rank in range(scenario.ranks)], nics)
     dispatch, combine = (last_bytes(posted, nics, model) for posted in (found.dispatch(), found.combine()))
     # A rank ends its combine once its own answers are confirmed, too.
     both = np.maximum(combine.received.max(1), combine.delivered + model.answer_us)

@@ -24,7 +24,7 @@ from aiote.moe.plan import Counts, RoundPlan
 
 from ..testing import NicModel
 
-__all__ = ["PACKET", "LastBytes", "PostedWrite", "Round", "last_bytes"]
+__all__ = ["PACKET", "ComputedRound", "LastBytes", "PostedWrite", "last_bytes"]
 
 PACKET = 4096
 
@@ -37,7 +37,7 @@ class PostedWrite(NamedTuple):
     nbytes: int
 
 
-class Round:
+class ComputedRound:
     """The writes of all ranks in a round. `ids` has the experts that each rank's tokens name; -1 is no expert."""
 
     def __init__(self, config: MoeConfig, ids: Sequence[NDArray[np.int32]], nics: int) -> None:

@@ -150,9 +150,7 @@ class Link:
         if hello.version != VERSION:
             raise ValueError(f"it speaks version {hello.version} of the protocol of calls, expected version {VERSION}")
         if hello.message_bytes < LEAST_MESSAGE or not 1 <= hello.slots <= 1 << 16:
-            raise ValueError(
-                f"it announces impossible limits: {hello.message_bytes} message_bytes, {hello.slots} slots"
-            )
+            raise ValueError(f"its limits are impossible: {hello.message_bytes} message_bytes, {hello.slots} slots")
         if self.hello is None:
             self.hello = hello
             # The engine knows the peer's real limit, so the first longer message disconnects a peer that claims more.

@@ -233,5 +233,5 @@ def test_a_provider_that_is_not_there_is_explained_before_anything_runs(command,
     assert main(["bench", *command, "--provider", "nonsense"]) == 2
     said = capfd.readouterr()
     assert "provider='nonsense'" in said.err
-    assert "offers none of that name on this machine; fi_info -l lists" in said.err
+    assert "offers none of that name on this machine; `fi_info -l` lists" in said.err
     assert (said.out, "Traceback" in said.err) == ("", False)

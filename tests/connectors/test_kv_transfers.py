@@ -197,6 +197,10 @@ def test_an_engine_that_is_no_consumer_says_so():
     made, _ = cache("prefill", 3)
     with transfers(made, produces=True) as worker:
         worker.start(Steps([], [Wanted("r", "r", [worker.address], 40, {0: BlockRow([1], 0)})], ["r"]))
-        assert worker.take_ended() == (set(), {"r"}, {"r": "this engine is not a kv_consumer"})
+        assert worker.take_ended() == (
+            set(),
+            {"r"},
+            {"r": "this engine is not a kv_consumer; set kv_role to kv_consumer or kv_both"},
+        )
     with pytest.raises(aiote.UsageError, match="no setting"):
         RankTransfers(made, produces=True, consumes=False, settings={"providers": "local"})

@@ -253,7 +253,7 @@ def test_a_fetch_that_is_interrupted_at_any_step_is_over(transport, ray, monkeyp
     assert interrupted_everywhere(fetch, after) > 20
 
 
-@pytest.mark.filterwarnings("ignore:.*was dropped and not closed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:.*was garbage-collected without close:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_an_object_whose_registration_is_interrupted_is_registered_whole_or_not(transport):
     before = registered(transport)

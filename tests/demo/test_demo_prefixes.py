@@ -68,7 +68,7 @@ def test_a_prompt_waits_for_pages_and_one_too_long_is_refused():
                     await anyio.wait_all_tasks_blocked()
                     assert got == []
             assert got == [1]
-            with pytest.raises(ValueError, match="needs 13 of 12 pages"):
+            with pytest.raises(ValueError, match="needs 13 pages, and the cache has 12"):
                 async with pages.borrow([0] * PAGE * (PAGES + 1)):
                     pass
 

@@ -74,7 +74,7 @@ async def opened(provider):
 
 async def test_tokens_and_checksum_of_an_answer_are_kept(traces_of):
     (trace,) = await traces_of(ANSWER)
-    assert (trace.tokens, trace.checksum, trace.reason, trace.open) == ([7, 8], 5, "", False)
+    assert (trace.tokens, trace.checksum, trace.reason, trace.is_open) == ([7, 8], 5, "", False)
 
 
 async def test_a_malformed_message_ends_a_run(traces_of):

@@ -95,7 +95,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path, value):
 def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
-    with pytest.raises(DemoError, match=r"w\.safetensors: not a safetensors file"):
+    with pytest.raises(DemoError, match=r"w\.safetensors: cannot be read as a safetensors file"):
         weights.inspect(path)
 
 

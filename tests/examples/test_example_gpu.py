@@ -28,8 +28,8 @@ def test_without_cupy_or_a_gpu_an_example_says_so(start, tmp_path, name):
     (tmp_path / "cupy.py").write_text("raise ImportError('no cupy')\n")
     program = start(f"gpu/{name}", PYTHONPATH=str(tmp_path))
     assert program.end() == 1
-    assert program.err == f"{name}: this needs cupy, and a GPU: pip install 'aiote[cuda]'\n"
+    assert program.err == f"{name}: this needs cupy and a GPU: pip install 'aiote[cuda]'\n"
     if name == "kvcache.py":
         program = start(f"gpu/{name}", PYTHONPATH=STANDIN, GPUS="0")
         assert program.end() == 1
-        assert program.err == f"{name}: this needs a GPU, and there is none\n"
+        assert program.err == f"{name}: this needs a GPU, and cupy finds none\n"

@@ -53,8 +53,11 @@ def test_a_name_that_is_taken_is_refused(start, folder, tmp_path):
     receiver = start("send_file.py", "receive", folder)
     sender = start("send_file.py", "send", source, receiver.address())
     assert (sender.end(), receiver.end()) == (1, 1)
-    assert sender.err == "send_file.py: the other side gave up: taken is in the receiver's folder already\n"
-    assert receiver.err == "send_file.py: taken is in the receiver's folder already\n"
+    assert (
+        sender.err
+        == "send_file.py: the other side gave up: taken exists in the receiver's folder; rename one of the two\n"
+    )
+    assert receiver.err == "send_file.py: taken exists in the receiver's folder; rename one of the two\n"
     assert [path.read_bytes() for path in folder.iterdir()] == [b"old"]
 
 

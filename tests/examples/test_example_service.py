@@ -20,7 +20,7 @@ def test_clients_are_answered_and_one_changes_its_mind(start, provider):
     where = address(service)
     impatient = start("client.py", where, "--provider", provider, "--patience", "0", "one", "two")
     assert impatient.end() == 0
-    assert impatient.out == "not within 0.0 s; 0 of 512 numbers have come\n"
+    assert impatient.out == "no answer within 0.0 s; 0 of 512 numbers had arrived\n"
     clients = [start("client.py", where, "--provider", provider, "one", "two") for _ in range(2)]
     for client in clients:
         assert client.end() == 0

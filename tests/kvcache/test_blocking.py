@@ -114,7 +114,7 @@ def test_a_worker_has_requests_come_and_hears_of_those_that_do_not(portal, left,
         consumer.submit(place, "cancelled", tokens=8, rows={0: PageRow(np.array([0, 1]))})
         consumer.cancel("cancelled")
         assert finished(consumer) == ([], {"cancelled": "it was cancelled"}, {0: {0, 1}})
-        with pytest.raises(aiote.UsageError, match="group 0 has 12 pages"):
+        with pytest.raises(aiote.UsageError, match="group 0 has pages 0 to 11"):
             consumer.submit(place, "r", tokens=4, rows={0: PageRow(np.array([99]))})
         with pytest.raises(aiote.UsageError, match="ends at token 8 of 19"):
             consumer.submit(place, "r", tokens=TOKENS, rows={0: PageRow(np.array([0, 1]))})

@@ -251,8 +251,8 @@ async def test_arrays_that_a_gpu_cannot_take_are_refused_and_nothing_is_broken(p
         one = drawn(rng, config, 4, wild=False)
         x, ids, weights, _ = moved(place, one)
         for text, given in {
-            "x: an array in the GPU's memory": (one.x, ids, weights),
-            "topk_ids: an array in the GPU's memory": (x, one.ids, weights),
+            "x: expected an array in the GPU's memory": (one.x, ids, weights),
+            "topk_ids: expected an array in the GPU's memory": (x, one.ids, weights),
             "x: expected float16": (place.there(one.x.astype(np.float32)), ids, weights),
             "scales=0": (x, ids, weights, x),
         }.items():

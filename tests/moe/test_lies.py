@@ -191,7 +191,7 @@ def test_routes_are_checked_before_they_are_believed(experts, tokens, data):
         with pytest.raises(ValueError):
             Route.read(words, SIZES, 5, 1 << 33)
     for epoch, number in ((6, 1 << 33), (5, 1), (5, (1 << 33) + 1)):
-        with pytest.raises(ValueError, match="cannot leave a rank out"):
+        with pytest.raises(ValueError, match="every rank must take part in every round"):
             Route.read(words, SIZES, epoch, number)
     words[data.draw(st.integers(0, len(words) - 1))] ^= data.draw(st.integers(1, (1 << 32) - 1))
     try:
@@ -207,7 +207,7 @@ def test_routes_are_checked_before_they_are_believed(experts, tokens, data):
         ({"experts": 0}, "experts=0"),
         ({"layout": "flat"}, "layout='flat'"),
         ({"align": 4}, "align is of layout"),
-        ({"layout": "contiguous", "align": 8, "rows": 12}, "expected a multiple"),
+        ({"layout": "contiguous", "align": 8, "rows": 12}, "is no multiple of align"),
         ({"layout": "rank", "rows": None}, "copies='rank'"),
         ({"reduce": "expert"}, "reduce='expert'"),
         ({"placement": "direct", "copies": "rank"}, "one place"),
@@ -228,13 +228,13 @@ class Stranger:
     def __init__(self, inbox: list[bytes], imm: int) -> None:
         self.inbox, self.imm = inbox, imm
 
-    async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
+    async def admit_rank(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
         return Meeting(epoch, self.inbox, self.imm)
 
-    def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
+    def record_break(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         pass
 
-    async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+    async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         pass
 
     async def reached(self, rank: int, epoch: int, lane: int, caller: aiote.Peer) -> tuple[int, int]:

@@ -136,5 +136,5 @@ def test_an_impossible_plan_is_refused(remote, max_sge):
 
 @pytest.mark.parametrize("max_sge", [0, 5])
 def test_a_nic_of_so_many_sges_is_refused(max_sge):
-    with pytest.raises(UsageError, match="from 1 to 4 SGEs"):
+    with pytest.raises(UsageError, match="expected 1 to 4"):
         NicModel(name="wide", max_sge=max_sge)

@@ -118,7 +118,7 @@ def test_an_update_is_timed(capsys, tmp_path):
         ((*KV, "--hold-s", "-1"), "hold-s=-1: expected from 0 to 1e+06"),
         ((*KV, "--nics", "efa-200g,"), "nics='efa-200g,': expected one of efa-100g"),
         ((*KV, "--nics", f"{__file__},no.json"), "there is no file no.json; write it with `aiote bench --json`"),
-        ((*KV, "--nics", __file__), "is no file of `aiote bench --json`: JSONDecodeError"),
+        ((*KV, "--nics", __file__), "is not a file of `aiote bench --json`: JSONDecodeError"),
         ((*KV, "--nics-per-rank", "-1"), "nics per rank=-1: expected from 1 to 8"),
         ((*KV, "--decode-tp", "6"), "decode-tp=6: expected a divisor or a multiple of the 4 key-value heads"),
         ((*KV, "--decode-pp", "0"), "decode-pp=0: expected from 1 to 8"),
@@ -136,7 +136,7 @@ def test_an_update_is_timed(capsys, tmp_path):
         ((*MOE, "--dtype", "float9"), "dtype='float9': expected one of"),
         (("weights", "--preset", "kimi-k2", "--nics", "x"), "nics='x': expected one of"),
         (("weights",), "give --preset NAME, or --sources FILE and --targets FILE"),
-        (("weights", "--preset", "kimi-k2", "--sources", "a.toml"), "give it alone, or files"),
+        (("weights", "--preset", "kimi-k2", "--sources", "a.toml"), "give either --preset or files"),
         (("weights", "--sources", "a.toml", "--targets", "b.toml"), "a.toml"),
         (("weights", "--preset", "llama"), "'qwen3-235b', 'kimi-k2'"),
         (("weights", "--preset", "kimi-k2", "--gbits", "-1"), "gbits=-1: expected 0.001 or more"),
@@ -194,7 +194,7 @@ def test_nics_are_fitted_to_what_was_measured(tmp_path):
             records(
                 {"op": "write", "value": {"median": 1}}, {"op": "latency", "provider": "tcp", "value": {"median": 1}}
             ),
-            "figures of 2 pairs of provider and library, expected one",
+            "figures of 2 providers and libraries",
         ),
     ],
 )

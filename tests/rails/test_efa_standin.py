@@ -72,7 +72,7 @@ def test_doctor_says_that_efa_can_be_used_and_that_auto_does_not_take_it(tmp_pat
     _, (finding,) = doctor(tmp_path, EFA_STANDIN_NICS="2")
     assert finding["level"] == "hint"
     assert "standin0-rdm, standin1-rdm can be used" in finding["what"]
-    assert "auto does not take it" in finding["what"]
+    assert "auto does not choose it" in finding["what"]
 
 
 def test_doctor_says_that_a_nic_has_no_queue_pair_left(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import namespaces
 from aiote.cli import prove_wire
 from aiote.cli.prove_checks import CHECKS
-from aiote.cli.prove_wire import FarLost, Frames, Greeting, Refused, exchange, place, serve
+from aiote.cli.prove_wire import FarLost, FarRefused, Frames, Greeting, exchange, place, serve
 
 QUICK = ("--no-bench", "--no-suites")
 NAMES = [check.name for check in CHECKS]
@@ -155,7 +155,7 @@ async def greeted(ours: Greeting, theirs: Greeting) -> list[str]:
     async def greet(side: int, stream: anyio.abc.SocketStream, greeting: Greeting) -> None:
         try:
             await exchange(Frames(stream), greeting)
-        except (Refused, FarLost) as error:
+        except (FarRefused, FarLost) as error:
             said[side] = str(error)
 
     async with connection() as (near, far), anyio.create_task_group() as tasks:
@@ -194,7 +194,7 @@ def test_a_stranger_is_refused(sent):
     async def run() -> None:
         async with connection() as (stranger, stream):
             await (stranger.send(sent) if sent else stranger.send_eof())
-            with pytest.raises((Refused, FarLost)):
+            with pytest.raises((FarRefused, FarLost)):
                 await exchange(Frames(stream), Greeting(True, "efa", b"key"))
 
     anyio.run(run)

@@ -157,7 +157,12 @@ async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgott
     [
         ("Plain/1.add", b"", [], "truncated"),
         ("Plain/1.add", b"\x92\x01\x02", [], "expected an array"),
-        ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), b"1234"), 1)), [], "an array of 8 bytes in 4"),
+        (
+            "Plain/1.add",
+            msgspec.msgpack.encode((("<i4", (2,), b"1234"), 1)),
+            [],
+            "an array has 4 bytes, its type and shape need 8",
+        ),
         ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [], "piece 0 is missing"),
         ("Plain/1.add", msgspec.msgpack.encode((("<f8", (2,), b"1" * 16), 1)), [], "expected an array of int32"),
         ("Plain/1.add", msgspec.msgpack.encode((("|O", (1,), b"1" * 8), 1)), [], "cannot travel"),
@@ -401,7 +406,7 @@ async def test_an_end_for_a_call_that_was_not_sent_is_a_lie():
             # It is called once more, which is not answered at all.
             await until(lambda: caught)
         assert caught[0].ran == "no"
-        assert "End of a call that there is not" in message.source.reason
+        assert "End for slot 0, in which no call is under way" in message.source.reason
 
 
 @pytest.mark.anyio

@@ -115,7 +115,7 @@ async def idle(gpu: VirtualGpu) -> None:
 
 def watched(patched: pytest.MonkeyPatch) -> None:
     """Have each request that waits for a flag seen by the thread before time goes on."""
-    for name in ("when_alone", "when", "told"):
+    for name in ("post_when_alone", "post_when", "submit_flag_wait"):
         patched.setattr(Posting, name, _followed(getattr(Posting, name)))
 
 
