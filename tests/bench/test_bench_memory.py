@@ -80,7 +80,7 @@ def test_processes_that_share_nothing_say_that_they_stage():
     with start(Contestant("aiote", "aiote"), setting) as pair:
         for answer in pair.run(WORKS[0].line()):
             assert answer["verified"] is True
-            assert answer["staged"][0].startswith("local staged: local copies bytes")
+            assert answer["staged"][0].startswith("local staged: local copies with the processor")
 
 
 def test_a_target_that_listens_has_the_memory_that_it_is_asked_for(monkeypatch):

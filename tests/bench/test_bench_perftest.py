@@ -85,7 +85,7 @@ def test_the_command_of_perftest_is_that_of_the_work():
     assert command_of(Work("read", 8, 64, 900), "spin", place)[-2:] == ["-t", "16"]
     # Of fewer than five requests they want to hear nothing.
     assert command_of(Work("rate", 8, 1, 1), "spin", place)[-3:-2] == ["5"]
-    with pytest.raises(WorkerError, match="measures no pages"):
+    with pytest.raises(WorkerError, match="cannot measure pages"):
         command_of(Work("pages", 8, 1, 1, 5), "spin", place)
 
 

@@ -246,7 +246,7 @@ def test_nonces_are_fresh_by_default() -> None:
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
-        ({"identity": b"short"}, "identity: exactly 16"),
+        ({"identity": b"short"}, "identity: expected exactly 16"),
         ({"identity": bytes(16)}, "identity: all zeros mean any engine"),
         ({"incarnation": -1}, "incarnation"),
         ({"cluster_key": b""}, "cluster_key"),

@@ -22,7 +22,7 @@ class Runtime:
         self.open: set[int] = set()
         self.core: Any = self
 
-    def counted(self, imm: int) -> bool:
+    def is_counted(self, imm: int) -> bool:
         return imm in self.open
 
 
@@ -83,7 +83,7 @@ def test_blocks_have_so_many_at_most_and_room_comes_back(monkeypatch):
 
 def test_a_half_without_a_row_that_is_long_enough_is_an_error():
     class Odd(Runtime):
-        def counted(self, imm: int) -> bool:
+        def is_counted(self, imm: int) -> bool:
             return imm & 0xFF == 1
 
     grants = ImmediateGrants(Odd())

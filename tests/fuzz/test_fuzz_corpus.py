@@ -113,7 +113,7 @@ def test_a_way_in_without_the_key_is_noticed(monkeypatch):
 def test_a_second_encoding_is_noticed(monkeypatch):
     body = frames.encode(example(frames.Challenge))
     message(body[:-1] + b"\2")
-    monkeypatch.setattr(fields.Flag, "unpack", lambda _self, cursor: cursor.take(1) != b"\0")
+    monkeypatch.setattr(fields.Flag, "unpack", lambda _self, cursor: cursor.take_bytes(1) != b"\0")
     with pytest.raises(AssertionError):
         message(body[:-1] + b"\2")
 

@@ -135,9 +135,9 @@ async def test_a_member_that_has_left_and_owes_rows_or_answers_is_lost(owes, goe
         given = [Tokens(np.random.default_rng(rank), config, 5, wild=False) for rank in range(3)]
         for tokens in given:
             tokens.ids[...] = [[0, LIAR * RANK_SIZE]] * 4 + [[0, OTHER * RANK_SIZE]]
-        posting, write = liar.posting, liar.posting.write
+        posting, write = liar.posting, liar.posting.post_writes
         rows = slot_of(0, PAYLOAD, 0)
-        monkeypatch.setattr(posting, "write", lambda writes, slot: write([] if slot == rows else writes, slot))
+        monkeypatch.setattr(posting, "post_writes", lambda writes, slot: write([] if slot == rows else writes, slot))
         if owes == "answers":
             given[LIAR].ids[...] = -1
         own, why = given[LIAR], f"rank {LIAR}.* it has left the group, and not all that is owed"

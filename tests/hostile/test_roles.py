@@ -16,7 +16,7 @@ from aiote.weights.protocol import EPOCHS_AHEAD, SourceService, StaleUpdateError
 from engines import opened, until
 
 LAYOUT = Layout.over([0], {"a": ((64,), "F32", Replicate())})
-FOREIGN = "ForeignCallerError: .*is not the (leader|controller) here"
+FOREIGN = "ForeignCallerError: .*is not the (leader|controller) of this engine"
 
 
 class Ordered(service.Service):
@@ -66,7 +66,7 @@ async def test_where_others_than_the_own_host_call_nobody_has_a_role_by_default(
         with pytest.raises(aiote.UsageError, match="leaders: the engine has a cluster key"):
             Worker(consumer)
         for serving in (serve_source(engine, LAYOUT, 0, arrays), serve_target(engine, LAYOUT, 0, arrays)):
-            with pytest.raises(aiote.UsageError, match='controllers: .*give their addresses .*"first"'):
+            with pytest.raises(aiote.UsageError, match='controllers: .*give their addresses, .*"first"'):
                 async with serving:
                     pass
         Worker(consumer, "first")
@@ -146,5 +146,5 @@ async def test_a_registry_admits_whom_its_deployment_names():
             EmbeddedRegistry(liar, server.address) as refused,
         ):
             await registry.ready()
-            await until(lambda: "is not the registry's client here" in refused.failure)
+            await until(lambda: "is not the registry's client of this engine" in refused.failure)
             assert not refused.in_touch

@@ -97,12 +97,12 @@ async def lying(how: str, rows: dict[int, PageRow], reader: aiote.Engine) -> Asy
 
 
 LIES = {
-    "no memory": "gives 0 memories",
+    "no memory": "lends 0 memories",
     "no page": "did not say where",
     **{how: rf"liar 0\.0 lends no memory of its cache to read: .*{text}" for how, text in WRONG.items()},
     "revoked": "has revoked its lease",
     "garbage": r"liar 0\.0 lends no memory of its cache",
-    "no cache": "describes a cache that cannot be: liar",
+    "no cache": "describes an impossible cache: liar",
 }
 
 

@@ -71,7 +71,7 @@ def test_the_thread_mode_is_refused_in_virtual_time():
     ids=lambda wrong: str(list(wrong)),
 )
 def test_numbers_of_rails_are_checked(wrong):
-    with pytest.raises(aiote.UsageError, match="from 1 to 8"):
+    with pytest.raises(aiote.UsageError, match="expected 1 to 8 rails"):
         Fabric(1, **wrong)
 
 

@@ -210,9 +210,9 @@ def test_a_parameter_that_is_changed_by_something_else_is_refused(spoil):
         np.copyto(p, w)
         spoil(p)
 
-    refuse(load, "w: the loader changes a parameter by something else", SQUARE.copy())
+    refuse(load, "w: the loader changes a parameter by another call", SQUARE.copy())
     # The same through the array that the parameter is a view of.
-    refuse(lambda w, p: memory.fill(1), "w: the loader changes a parameter by something else", memory[:4])
+    refuse(lambda w, p: memory.fill(1), "w: the loader changes a parameter by another call", memory[:4])
     assert memory.flags.writeable
 
 
@@ -227,7 +227,7 @@ def test_a_copy_beyond_a_parameter_is_refused():
 def test_a_copy_of_several_elements_to_one_is_refused():
     memory = np.zeros(16, np.float32)
     windows = np.lib.stride_tricks.as_strided(memory, (4, 4), (0, 4), writeable=True)
-    refuse(lambda w, p: np.copyto(windows, w), "p0: the loader copies several elements of w to the one at", memory)
+    refuse(lambda w, p: np.copyto(windows, w), "p0: the loader copies several elements of w to one place", memory)
 
 
 def test_parameters_of_an_unknown_kind_are_refused():

@@ -378,7 +378,7 @@ async def test_arrays_that_are_not_as_the_layout_says_are_refused():
             ("q", right["q"][:-1], "q: the array is F32"),
             ("q", right["q"].astype(np.float64), "q: the array is F64"),
             ("up", right["up"].T, "up: the array is F32"),
-            ("norm", [1.0], "norm: a numpy array"),
+            ("norm", [1.0], "norm: expected a numpy array"),
         ):
             with pytest.raises(aiote.UsageError, match=text):
                 async with serve_source(engine, SOURCES, 0, {**right, name: wrong}):
