@@ -96,7 +96,7 @@ def _table(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UsageError(f"{path}: this is not a {kind}: {error}") from None
+        raise UsageError(f"{path}: this is not {kind}: {error}") from None
     if not isinstance(table, dict):
         raise UsageError(f"{path}: expected a table, got {type(table).__name__}")
     return table

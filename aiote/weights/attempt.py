@@ -97,7 +97,7 @@ class Receiver:
         descriptors = step.lent.unpacked(regions * len(sources) + rest)
         if rest or (len(step.places) and int(np.max(step.places[:, 0])) >= regions and sources):
             raise aiote.UsageError(
-                f"its {len(descriptors)} lent regions cannot be divided among {len(sources)} sources"
+                f"it lends {len(descriptors)} regions to {len(sources)} sources; expected as many to each"
             )
         several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
         self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}

@@ -62,19 +62,19 @@ class Lying(TargetService):
 
 
 LIES: dict[str, tuple[Callable[[Any], list[Step]], str]] = {
-    "counted first": (lambda lent: [Step("counted")], "it says 'counted' after"),
-    "lent twice": (lambda lent: [Step("lent", [1], lent, PLACES)] * 2, "it says 'lent' after"),
+    "counted first": (lambda lent: [Step("counted")], "it reported 'counted' out of order"),
+    "lent twice": (lambda lent: [Step("lent", [1], lent, PLACES)] * 2, "it reported 'lent' out of order"),
     "counted twice": (
         lambda lent: [Step("lent", [1], lent, PLACES), Step("counted"), Step("counted")],
-        "it says 'counted' after",
+        "it reported 'counted' out of order",
     ),
     "committed unasked": (
         lambda lent: [Step("lent", [1], lent, PLACES), Step("committed")],
-        "it says 'committed' after",
+        "it reported 'committed' out of order",
     ),
     "over without a word": (lambda lent: [], "ended the update before the commit"),
     "no memory": (lambda lent: [Step("lent", [1])], "did not describe the memory"),
-    "a place nowhere": (lambda lent: [Step("lent", [1], lent, PLACES + np.uint64(7))], "it lends"),
+    "a place nowhere": (lambda lent: [Step("lent", [1], lent, PLACES + np.uint64(7))], "regions to 1 sources"),
     "a place beyond": (
         lambda lent: [Step("lent", [1], lent, PLACES + np.array([0, 9999], np.uint64))],
         "begins at byte",

@@ -211,9 +211,9 @@ def test_wrong_arguments_are_named(capsys, arguments, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ranks = ", "this is no TOML"),
+        ("ranks = ", "this is not TOML"),
         ("group = 1", "group: expected a list of tables"),
-        ("rank = 4", "rank is not known here"),
+        ("rank = 4", "rank is unknown, expected ranks"),
         ("[tensors]", "give either ranks = N"),
         ("mesh = [0, 0]\ntensors = {}", "the mesh is wrong"),
         ("ranks = 2\ntensors = 1", "tensors is 1, expected a table"),
@@ -221,10 +221,13 @@ def test_wrong_arguments_are_named(capsys, arguments, words):
         ("ranks = 2\ntensors.w = {dtype = 'F32'}", "w: shape is missing"),
         ("ranks = 2\ntensors.w = {shape = 'a', dtype = 'F32'}", "w: shape is 'a'"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F5'}", "w: dtype is 'F5'"),
-        ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = ['shard']}", "w: placement 'shard' is none"),
+        (
+            "ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = ['shard']}",
+            "w: placement 'shard': expected replicate",
+        ),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = ['packed(0, 3/2)']}", "w: a part of 3"),
         ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', placements = []}", "w: 0 placements for a mesh of 1"),
-        ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', sharding = 1}", "w: sharding is not known"),
+        ("ranks = 2\ntensors.w = {shape = [2], dtype = 'F32', sharding = 1}", "w: sharding is unknown"),
         ("ranks = 2\ntensors.'w{i=3..1}' = {shape = [2], dtype = 'F32'}", "{i=3..1} is not a range"),
     ],
 )
@@ -246,10 +249,10 @@ def test_a_layout_that_is_wrong_is_refused_by_file_and_name(tmp_path, text, word
         ("targets.x = {cat = ['a'], source = 'b'}", "x: expected one of source, cat and stack"),
         ("targets.x = {cat = 'a'}", "x: cat is 'a', expected a list"),
         ("targets.x = {source = 'a', quantized = 1}", "x: quantized is 1"),
-        ("targets.x = {source = 'a', quantized = {scale = 's', blocks = 1}}", "x: blocks is not known"),
+        ("targets.x = {source = 'a', quantized = {scale = 's', blocks = 1}}", "x: blocks is unknown"),
         ("targets.x = {source = 'a', pad = {dims = 1}}", "x: pad is {'dims': 1}"),
         ("targets.x = {source = 'a', cast = 'F5'}", "x: dtype is 'F5'"),
-        ("targets.x = {source = 'a', twist = 1}", "x: twist is not known"),
+        ("targets.x = {source = 'a', twist = 1}", "x: twist is unknown"),
     ],
 )
 def test_a_recipe_that_is_wrong_is_refused_by_file_and_name(tmp_path, text, words):
