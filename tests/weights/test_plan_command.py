@@ -266,7 +266,7 @@ def test_a_recipe_that_is_wrong_is_refused_by_file_and_name(tmp_path, text, word
 
 def test_a_file_that_is_no_json_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(UsageError, match=r"a\.json: this is not a JSON"):
+    with pytest.raises(UsageError, match=r"a\.json: this is not JSON"):
         read_layout(tmp_path / "a.json")
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(UsageError, match=r"a\.json: expected a table, got list"):
