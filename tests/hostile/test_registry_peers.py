@@ -173,7 +173,7 @@ async def test_where_all_watch_that_may_the_greediest_engine_ends_one():
                     await anext(stream)
             assert server.watchers == 4
             # The others have about as many then: the next is refused.
-            with pytest.raises(aiote.AioteError, match="has its 4 clients"):
+            with pytest.raises(aiote.AioteError, match="has 4 clients"):
                 await anext(watching.watch())
             async with one.join(member("honest")):
                 for stream in streams[:2]:

@@ -384,7 +384,7 @@ async def test_arrays_that_are_not_as_the_layout_says_are_refused():
                 async with serve_source(engine, SOURCES, 0, {**right, name: wrong}):
                     pass
         del right["k"]
-        with pytest.raises(aiote.UsageError, match="k: the layout says that this rank has it"):
+        with pytest.raises(aiote.UsageError, match="k: the layout gives it to this rank"):
             async with serve_target(engine, SOURCES, 0, right):
                 pass
 
