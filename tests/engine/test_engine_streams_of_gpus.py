@@ -216,7 +216,7 @@ REFUSED = {
     "stream=18446744073709551616": 1 << 64,
     "it is bool": True,
     "it is str": "stream",
-    "gave 5": Stream(__cuda_stream__=lambda: 5),
+    "returned 5": Stream(__cuda_stream__=lambda: 5),
     "has version 1": Stream(__cuda_stream__=lambda: (1, 64)),
     "stream=4095": 4095,
     "was destroyed": 0x1234_0000,
