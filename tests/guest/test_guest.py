@@ -285,4 +285,5 @@ def test_a_run_has_the_devices_output_status_and_files_of_its_command(tmp_path):
 @RUN
 def test_a_command_that_takes_too_long_is_ended(tmp_path):
     done = guest("--how", "uml", "--timeout", "5", "--", "sh", "-c", "echo first; sleep 100", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (124, "first\n", "guest: the command exceeded its limit of 5 s\n")
+    said = "guest: the command exceeded its limit of 5 s\n"
+    assert (done.returncode, done.stdout, done.stderr) == (124, "first\n", said)
