@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import aiote
 
-from .wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
+from .wire import ANSWER, PAYLOAD, ROUNDS_APART, ROUTE, SLOTS, slot_of
 
 __all__ = ["ALL", "KINDS", "EpochImmediates", "LaneCounters"]
 
@@ -59,26 +59,26 @@ class LaneCounters:
         self._sources = tuple(firsts)
         self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
         with ExitStack() as opened:
-            for kind, parities in ((ROUTE, 2), (PAYLOAD, 2), (ANSWER, 1)):
-                for parity in range(parities):
-                    for source, first in firsts.items():
-                        counter = opened.enter_context(engine.counter(first + slot_of(lane, kind, parity)))
-                        self._counters[kind, parity, source] = counter
+            for source, first in firsts.items():
+                for kind in KINDS:
+                    for number in range(ROUNDS_APART):
+                        counter = opened.enter_context(engine.counter(first + slot_of(lane, kind, number)))
+                        self._counters[kind, number, source] = counter
             self._opened = opened.pop_all()
 
     async def wait(
-        self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost, on_late: Near | None = None
+        self, kind: int, number: int, needs: Mapping[int, int], lost: Lost, on_late: Near | None = None
     ) -> list[int]:
-        """Wait until each rank has made the writes that it owes (`needs`), and return the ranks that have.
+        """Wait until each rank has made the writes of a round that it owes (`needs`); return the ranks that have.
 
         `lost(rank)` returns an error when that rank will write no more; the wait then leaves the rank out. `lost(None)`
         returns an error when the whole wait is in vain; the wait then raises it. `on_late(rank)` is called before the
         wait for that rank alone, `on_late(None)` when one write is missing and its rank is unknown. After a cancelled
         or lost wait the counts are unusable.
         """
-        parity = parity if kind != ANSWER else 0
+        apart = number % ROUNDS_APART
         if not self._separate:
-            counter, need = self._counters[kind, parity, ALL], sum(needs.values())
+            counter, need = self._counters[kind, apart, ALL], sum(needs.values())
             if on_late is not None and counter.value < need:
                 # Look for the late rank only if one is late: this costs one more turn of the event loop.
                 await counter.wait_unless(need - 1, lambda: lost(None))
@@ -91,7 +91,8 @@ class LaneCounters:
             if on_late is not None:
                 on_late(rank)
             try:
-                await self._counters[kind, parity, rank].wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
+                counter = self._counters[kind, apart, rank]
+                await counter.wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
             except aiote.PeerLostError:
                 if lost(None) is not None:
                     raise
@@ -99,13 +100,13 @@ class LaneCounters:
                 came.append(rank)
         return came
 
-    def surplus(self, parity: int, kinds: Iterable[int]) -> set[int]:
+    def surplus(self, number: int, kinds: Iterable[int]) -> set[int]:
         """Return the ranks, or ALL, whose counters are not at zero after the waits of a round.
 
-        These counts cannot belong to a later round, because another rank is at most one round ahead, and answers a
-        round only after this rank has begun it.
+        Call it before the end of the next round: these counts cannot belong to a later round, because another rank is
+        at most one round ahead of this one.
         """
-        slots = [(kind, parity if kind != ANSWER else 0) for kind in kinds]
+        slots = [(kind, number % ROUNDS_APART) for kind in kinds]
         return {source for source in self._sources for slot in slots if self._counters[*slot, source].value}
 
     def wake(self) -> None:

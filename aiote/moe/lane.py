@@ -177,7 +177,8 @@ class Lane:
         """Wait as `LaneCounters.wait` does, in the current round, and return the ranks that have come.
 
         Counts the seconds of the wait, and those in which one rank's route alone was missing. Loses the ranks that have
-        not come, or that counted too many writes.
+        not come, or that counted too many writes, in this round or the last: a rank that sends the route of a round has
+        ended the one before, so all its writes of that one are counted when the route comes.
         """
         started = since = anyio.current_time()
         counted, parity, number = self.group.counted, self.state.parity, self.state.number
@@ -192,7 +193,7 @@ class Lane:
 
         self.reached, self.waiting = (number, kind), True
         try:
-            came = await self.arrivals.wait(kind, parity, needs, self.loss_of, record_late if kind == ROUTE else None)
+            came = await self.arrivals.wait(kind, number, needs, self.loss_of, record_late if kind == ROUTE else None)
         finally:
             self.waiting = False
         if late is not None:
@@ -200,18 +201,20 @@ class Lane:
         counted.waited[what] += anyio.current_time() - started
         for rank in needs.keys() - set(came):
             self.group.lose(rank, f"it has left the group, and its {what} have not come")
-        return self.without_surplus(came, kind)
+        if kind == ROUTE:
+            came = self.without_surplus(came, number - 1)
+        return self.without_surplus(came, number, kind)
 
-    def without_surplus(self, came: list[int], *kinds: int) -> list[int]:
-        """Lose the ranks that have counted more writes than they owe in this round, and return the others.
+    def without_surplus(self, came: list[int], number: int, *kinds: int) -> list[int]:
+        """Lose the ranks that have counted more writes than they owe in a round, and return the others.
 
-        `kinds` are the kinds of writes to check, by default all. A surplus count is an error because it can end the
-        wait for a write that has not come. Raises GroupBrokenError if one counter serves all ranks, because the counter
-        does not tell which rank counted too much.
+        `number` is this round or the one before, `kinds` the kinds of writes to check, by default all. A surplus count
+        is an error because it can end the wait for a write that has not come. Raises GroupBrokenError if one counter
+        serves all ranks, because the counter does not tell which rank counted too much.
         """
-        surplus = self.arrivals.surplus(self.state.parity, kinds or KINDS)
+        surplus = self.arrivals.surplus(number, kinds or KINDS)
         if ALL in surplus:
-            raise GroupBrokenError("more writes arrived than the ranks owe, so rows of this round may be wrong")
+            raise GroupBrokenError(f"more writes of round {number} came than the ranks owe, so its rows may be wrong")
         for rank in set(came).intersection(surplus):
             self.group.lose(rank, "it has sent more writes than it owes")
         return [rank for rank in came if rank not in surplus]

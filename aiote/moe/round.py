@@ -58,7 +58,7 @@ class Round:
         self.answered: NDArray[np.bool_] | None = None
 
     def _slot(self, kind: int) -> int:
-        return slot_of(self._lane.number, kind, self._parity)
+        return slot_of(self._lane.number, kind, self.number)
 
     def _write(self, writes: list[OutboxWrite], kind: int) -> None:
         posting = self._group.posting
@@ -466,7 +466,8 @@ class Round:
         needs = {rank: plan.replies(rank) for rank in self._came}
         came = await self._wait("answers", ANSWER, needs)
         await self._lane.wait_sent()
-        came = self._lane.without_surplus(came)
+        for number in (self.number - 1, self.number):
+            came = self._lane.without_surplus(came, number)
         by_copy = config.reduce == "expert"
         places = plan.answers_at(self._copy if by_copy else self._position)
         if self._dropped is not None and not by_copy:

@@ -11,11 +11,13 @@ any offset from it.
 Each rank reserves blocks of immediates for an epoch, and tells every other rank the first immediate that it has to
 write with (`joining.Meeting`). Each lane has SLOTS consecutive immediates in a block:
 
-    route, even rounds | route, odd rounds | rows, even rounds | rows, odd rounds | answers
+    routes, rounds 0, 3, 6 ... | routes, rounds 1, 4, 7 ... | routes, rounds 2, 5, 8 ... | rows, likewise | answers
 
-Routes and rows have one immediate for each parity of the round, because a rank may be one round ahead of another.
-Answers need only one. With on_loss="raise" one count over all ranks is enough, so all ranks write with the same
-immediates; with on_loss="mask" each rank has immediates of its own.
+Each kind of write has three immediates, by the number of the round modulo 3. Two would be enough to keep apart the
+counts of a rank that is one round ahead of another. The third keeps the counts of the last round apart from both, so
+that a count that comes after its round is noticed, and not taken for one of a later round (`Lane.wait`). With
+on_loss="raise" one count over all ranks is enough, so all ranks write with the same immediates; with on_loss="mask"
+each rank has immediates of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ __all__ = [
     "ANSWER",
     "MAX_GROUPS",
     "PAYLOAD",
+    "ROUNDS_APART",
     "ROUTE",
     "SLOTS",
     "OtherRoundError",
@@ -43,14 +46,16 @@ __all__ = [
 MAGIC = 0x4D6F4501
 HEADER = 6
 ROUTE, PAYLOAD, ANSWER = range(3)
-SLOTS = 5
+ROUNDS_APART = 3
+"""Rounds with immediates of their own; the next round uses the first's again."""
+SLOTS = 3 * ROUNDS_APART
 MAX_GROUPS = 32
 Words = NDArray[np.uint32]
 
 
-def slot_of(lane: int, kind: int, parity: int) -> int:
-    """Return the offset in a block of immediates for one kind of write to a lane, in rounds of this parity."""
-    return lane * SLOTS + 2 * kind + (parity if kind != ANSWER else 0)
+def slot_of(lane: int, kind: int, number: int) -> int:
+    """Return the offset in a block of immediates for one kind of write to a lane, in the round of this number."""
+    return lane * SLOTS + ROUNDS_APART * kind + number % ROUNDS_APART
 
 
 def route_bytes(sizes: Sizes) -> int:
