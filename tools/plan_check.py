@@ -1,11 +1,13 @@
 """Check the planner on this machine: a plan of each service for `local`, beside a measured run of the same service.
 
-usage: plan_check.py [--nics FILES] [--runs 30] [--layers 16] [--tokens 2048] [--rows 2048] [--json FILE]
+usage: plan_check.py [--nics FILES] [--runs 15] [--layers 16] [--tokens N ...] [--rows N ...] [--batch N ...]
+                     [--json FILE]
 
 `aiote bench write|latency|rate --provider local` measures the model of the NIC, unless --nics names its files. No other
 number is given to the plan: the cost of the services' own Python (`host_us`, `calls`, `constant_us`) is 0 in it. So the
 error also says how much of a run is Python. Each rank is a process. A figure is the median of the runs, after one run
-that is not counted.
+that is not counted. Each service runs with every size that its option names: by default with one at which its own code
+takes most of the time, and one at which the bytes do.
 
 - kvcache: a prompt from one rank to another, from the request until the last layer has arrived; computed beforehand.
 - weights: an update from two trainers to one inference rank, in place, by `Controller.update`.
@@ -67,12 +69,17 @@ class Row(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of the runs. rows: of the matrix of an update, which has 1024 columns of float32."""
+    """The sizes of the runs.
+
+    tokens: of a prompt, which has that many layers. rows: of an update's matrix, which has 1024 columns of float32.
+    batch: the tokens of a rank in a round.
+    """
 
     runs: int
     layers: int
     tokens: int
     rows: int
+    batch: int
 
 
 def benched(folder: Path, seconds: float, runs: int) -> Nics:
@@ -217,10 +224,10 @@ async def measured_weights(_nics: Nics, sizes: Sizes) -> float:
 # Experts.
 
 
-def group_of(nics: Nics) -> MoeScenario:
+def group_of(nics: Nics, sizes: Sizes) -> MoeScenario:
     """Return the scenario of a round, which is both planned and run."""
     shape = MoeShape("", 16, 2, 2048, "this check")
-    return MoeScenario(shape=shape, nics=nics, ranks=2, node=1, tokens=128, dtype="bfloat16")
+    return MoeScenario(shape=shape, nics=nics, ranks=2, node=1, tokens=sizes.batch, dtype="bfloat16")
 
 
 async def expert(pipe: Connection, scenario: MoeScenario, rank: int, runs: int) -> None:
@@ -240,15 +247,15 @@ async def expert(pipe: Connection, scenario: MoeScenario, rank: int, runs: int) 
         await told(pipe)
 
 
-def planned_moe(nics: Nics, _sizes: Sizes) -> float:
+def planned_moe(nics: Nics, sizes: Sizes) -> float:
     """Return a plan's milliseconds of a dispatch and a combine."""
-    found = plan_moe(group_of(nics), {"dispatch": 0.0, "combine": 0.0})
+    found = plan_moe(group_of(nics, sizes), {"dispatch": 0.0, "combine": 0.0})
     return (found.dispatch.mean + found.combine.mean) / 1e3
 
 
 async def measured_moe(nics: Nics, sizes: Sizes) -> float:
     """Run rounds of two ranks, and return the milliseconds of a dispatch and a combine."""
-    scenario = group_of(nics)
+    scenario = group_of(nics, sizes)
     with ranks(expert, [(scenario, rank, sizes.runs + 1) for rank in range(scenario.ranks)]) as pipes:
         members = [await told(pipe) for pipe in pipes]
         for pipe in pipes:
@@ -256,16 +263,31 @@ async def measured_moe(nics: Nics, sizes: Sizes) -> float:
         return statistics.mean([median_ms(await told(pipe)) for pipe in pipes])
 
 
-CHECKS: tuple[tuple[str, Callable[[Nics, Sizes], float], Callable[[Nics, Sizes], Awaitable[float]]], ...] = (
-    ("kvcache: a prompt", planned_kvcache, measured_kvcache),
-    ("weights: an update", planned_weights, measured_weights),
-    ("moe: a round", planned_moe, measured_moe),
+CHECKS: tuple[tuple[str, str, Callable[[Nics, Sizes], float], Callable[[Nics, Sizes], Awaitable[float]]], ...] = (
+    ("kvcache: a prompt of {} tokens", "tokens", planned_kvcache, measured_kvcache),
+    ("weights: an update of {} rows", "rows", planned_weights, measured_weights),
+    ("moe: a round of {} tokens", "batch", planned_moe, measured_moe),
 )
 
 
-def checked(nics: Nics, sizes: Sizes) -> list[Row]:
-    """Plan and run each service."""
-    return [Row(what, planned(nics, sizes), anyio.run(measured, nics, sizes)) for what, planned, measured in CHECKS]
+def checked(nics: Nics, several: Sequence[Sizes]) -> Iterator[Row]:
+    """Plan and run each service, once for each of its sizes."""
+    for what, field, planned, measured in CHECKS:
+        for number in dict.fromkeys(getattr(sizes, field) for sizes in several):
+            sizes = several[0]._replace(**{field: number})
+            yield Row(what.format(number), planned(nics, sizes), anyio.run(measured, nics, sizes))
+
+
+def sizes_of(options: argparse.Namespace) -> list[Sizes]:
+    """Return the sizes that the options name; the shorter lists end with their last number. Raises ValueError."""
+    lists = [options.tokens, options.rows, options.batch]
+    several = [
+        Sizes(options.runs, options.layers, *(each[min(number, len(each) - 1)] for each in lists))
+        for number in range(max(map(len, lists)))
+    ]
+    if min(map(min, several)) < 1 or any(sizes.rows % TRAINERS for sizes in several):
+        raise ValueError(f"every number: expected 1 or more; --rows: a multiple of {TRAINERS}")
+    return several
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -274,18 +296,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nics", default="", metavar="FILES", help="of `aiote bench --json`, with commas")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a run of `aiote bench`")
     parser.add_argument("--json", type=Path)
-    for name, usual in (("runs", 30), ("layers", 16), ("tokens", 2048), ("rows", 2048)):
+    for name, usual in (("runs", 15), ("layers", 16)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    for name, several in (("tokens", [256, 8192]), ("rows", [2048, 65536]), ("batch", [128, 4096])):
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=several)
     options = parser.parse_args(arguments)
-    sizes = Sizes(options.runs, options.layers, options.tokens, options.rows)
-    if min(sizes) < 1 or sizes.rows % TRAINERS:
-        parser.error(f"--runs, --layers, --tokens: expected 1 or more; --rows: a multiple of {TRAINERS}")
     try:
+        sizes = sizes_of(options)
         with tempfile.TemporaryDirectory() as folder:
             nics = nics_of(options.nics) if options.nics else benched(Path(folder), options.seconds, 5)
-    except aiote.UsageError as error:
+    except (aiote.UsageError, ValueError) as error:
         parser.error(str(error))
-    model, rows = nics.model, checked(nics, sizes)
+    model, rows = nics.model, list(checked(nics, sizes))
     print(f"`{PROVIDER}` as a NIC: {model.gbps:.4g} Gbit/s, {model.operation_us:.3g} us an operation, "
           f"{model.latency_us:.3g} us one way; no number for Python\n")  # fmt: skip
     print("| Service | Planned, ms | Measured, ms | Error of the plan |\n|---|---|---|---|")

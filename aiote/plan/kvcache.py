@@ -8,9 +8,9 @@ but their Python code takes no time.
     transfer of a layer = from its computation until every decode rank knows that all of it has arrived
     added               = from the request until the last layer has arrived, less the computation
 
-**Layers.** Only the last `LAYERS` layers are simulated; they belong to the last pipeline stage. If the last layer's
-delay after its computation is longer than the delay of the layer before, the network is the bottleneck, and this
-difference is added for every layer of the stage that is not simulated.
+**Layers.** Only the last `LAYERS` layers are simulated; they belong to the last pipeline stage. A second simulation, of
+half as many, shows whether the network is the bottleneck: then each layer adds to the delay, and so does every layer of
+the stage that is not simulated.
 
 **Computation.** The caller gives the time of a layer of a chunk (`Computation`), or uses the published time of
 Qwen3-235B.
@@ -252,12 +252,16 @@ def bytes_by_rank(scenario: KvScenario) -> tuple[dict[int, int], dict[int, int],
 def plan_kvcache(scenario: KvScenario) -> KvPlan:
     """Plan a prompt's transfer. Raises UsageError; MappingError is a subclass of it."""
     sent, received, pieces = bytes_by_rank(scenario)
-    found = _Transfer(scenario)
+    found = _Transfer(scenario, LAYERS)
     found.run()
     shape = scenario.shape
     alone = shape.layers * sum(scenario.computation.chunks(scenario.tokens, scenario.chunk))
-    behind = (found.late[-1] - found.late[-2]) if len(found.late) > 1 else 0.0
-    added = (found.late[-1] + max(0.0, behind) * (found.stage_layers - len(found.late))) * 1e3
+    added = found.late[-1] * 1e3
+    if beyond := found.stage_layers - len(found.layers):
+        fewer = _Transfer(scenario, LAYERS // 2)
+        fewer.run()
+        behind = (found.late[-1] - fewer.late[-1]) / (len(found.layers) - len(fewer.layers))
+        added += max(0.0, behind) * beyond * 1e3
     plan = KvPlan(
         scenario, sent, received, found.by_nic(found.sent, sent), found.by_nic(found.received, received), pieces,
         float(np.mean(found.took)) * 1e3, added, alone, _pools(scenario, (alone + added) / 1e3), 0.0,
@@ -294,12 +298,12 @@ def _pools(scenario: KvScenario, first_token_s: float) -> Pools:
 class _Transfer:
     """One simulated prompt, with those ranks of both groups that have the last layers."""
 
-    def __init__(self, scenario: KvScenario) -> None:
+    def __init__(self, scenario: KvScenario, simulated: int) -> None:
         self.scenario = scenario
         layers = scenario.shape.layers
         prefill = scenario.layers_of(scenario.prefill, scenario.prefill.ranks - 1)
         self.stage_layers = len(prefill)
-        self.layers = range(max(prefill.start, layers - LAYERS), layers)
+        self.layers = range(max(prefill.start, layers - simulated), layers)
         self.ranks = {
             side: [rank for rank in range(layout.ranks) if set(scenario.layers_of(layout, rank)) & set(self.layers)]
             for side, layout in (("prefill", scenario.prefill), ("decode", scenario.decode))

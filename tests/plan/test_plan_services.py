@@ -150,6 +150,16 @@ def test_another_share_of_an_update_takes_another_time(monkeypatch):
 # What a plan says is what the service does.
 
 
+@pytest.mark.parametrize("layer_ms", [0.0, 0.05, 0.5, 5.0])
+@pytest.mark.parametrize("tokens", [256, 2048])
+def test_layers_that_are_not_simulated_take_what_they_would_take(monkeypatch, tokens, layer_ms):
+    """Whether the NICs or the computation is the limit. 0 ms: all layers are written at the same time."""
+    prompt = dataclasses.replace(PROMPT, tokens=tokens, computation=Computation(layer_ms, layer_ms))
+    part = plan_kvcache(prompt).first_token_ms
+    monkeypatch.setattr(kvcache, "LAYERS", SMALL.layers)
+    assert part == pytest.approx(plan_kvcache(prompt).first_token_ms, rel=0.02)
+
+
 def test_the_bytes_by_rank_are_the_mappings_and_a_prompts():
     found = plan_kvcache(PROMPT)
     whole = SMALL.layers * SMALL.token_bytes * PROMPT.tokens
