@@ -13,7 +13,7 @@ import aiote
 from aiote import service
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import TransferRefused
-from aiote.moe import MoeConfig, MoeGroup
+from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup
 from aiote.moe.wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 from aiote.weights import Layout, Replicate, serve_target
 from aiote.weights.protocol import TargetService, Update, UpdateOrder
@@ -83,6 +83,28 @@ async def test_a_member_that_counts_too_often_breaks_its_round(on_loss, kind, pl
         else:
             assert "sent more writes than it owes" in victim.membership.masked[1]
             assert victim.membership.takes_part(2)
+
+
+async def test_a_write_that_comes_after_its_round_is_noticed_in_the_next():
+    """A member has counted in its place, so the round ended without it: no answers are due that would wait for it."""
+    config = MoeConfig(**CONFIG, placement="direct")
+    async with ranks(open_sim, 3, config) as groups:
+        victim, member, late = groups
+        given = [Tokens(np.random.default_rng(0), config, count) for count in (0, 1, 1)]
+        for tokens in given[1:]:
+            tokens.ids[...] = [0, -1]  # one row, for an expert of the victim
+        begun = [group.dispatch_send(one.x, one.ids, one.weights) for group, one in zip(groups, given, strict=True)]
+        await write(member.engine, victim.engine, [victim._immediates.first_of(1) + slot_of(0, PAYLOAD, 0)])
+
+        async def end_round(group: MoeGroup) -> None:
+            batch = await begun[group.rank].dispatch_recv()
+            await group.combine(batch, expert(group, batch))
+
+        await all_of(lambda: end_round(victim), lambda: end_round(member))
+        await end_round(late)
+        begun = [group.dispatch_send(given[0].x, given[0].ids, given[0].weights) for group in groups]
+        with pytest.raises(GroupBrokenError, match="more writes of round 0 came"):
+            await begun[0].dispatch_recv()
 
 
 def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:
