@@ -22,6 +22,7 @@ from .rails import RailSet, after_fork
 if TYPE_CHECKING:
     from .aio import LoopTask, Waiter
     from .config import EngineConfig
+    from .observe import WaitTimes
     from .rails import Core, PeerLink, SourceRange
 
 __all__ = ["Runtime"]
@@ -57,6 +58,8 @@ class Runtime:
         self.heartbeats_sent = self.heartbeats_heard = 0
         self.waiters: set[Waiter] = set()
         """The waiters that the close of the engine wakes, whatever they wait for."""
+        self.wait_times: WaitTimes | None = None
+        """What times the waits on counts and watched values that sleep, if anything does."""
         self.owner: object = None
         """An object that must live for as long as the event loop watches the core."""
         self.sources: dict[SourceRange, set[tuple[bytes, int]]] = {}
@@ -164,6 +167,11 @@ class Runtime:
         if not isinstance(every, int) or not 0 <= every < 1 << 32:
             raise UsageError(f"every={every!r}: expected 1 (each work request) or more, or 0 for none")
         self.core.time_rails(every)
+
+    def time_waits(self, times: WaitTimes | None) -> None:
+        """Time waits with `times`, or with None no more; see `Engine.time_waits`."""
+        self.require_open()
+        self.wait_times = times
 
     # The end.
 

@@ -1,7 +1,7 @@
 """Measure what seeing an engine costs: the same transfers with it and without, in turns, in one process.
 
 usage: bench_observe.py [--provider local] [--pairs 40] [--operations 400]
-       bench_observe.py --count N [--arm NAME]      # N writes and no more, to count instructions of
+       bench_observe.py --count N [--arm NAME] [--load NAME]  # N operations and no more, to count instructions of
 
 An arm is switched on and off on the same two engines, in the order off on on off, and each `on` is divided by its own
 `off`: CPU time of the process for an operation, both engines together. What happens now and then (a page that is
@@ -35,7 +35,7 @@ Switch = Callable[[], object]
 
 
 def rails(engine: Any) -> Switch:
-    """Time one work request in 16."""
+    """Time one work request in 16, and one wait in 16 that sleeps."""
     return Latencies(engine).close
 
 
@@ -57,8 +57,17 @@ def loads(left: Any, right: Any) -> dict[str, tuple[Load, int]]:
     here, there = left.register(bytearray(4 << 20)), right.register(bytearray(4 << 20))
     remote = left.attach(there.descriptor)
     pages = aiote.Pages(here, range(64), 16 * KIB), aiote.Pages(remote, range(64), 16 * KIB)
+    arrivals, back = left.counter(2), right.attach(here.descriptor)
+
+    async def awaited() -> None:
+        """Sleep until a write of the other engine has arrived."""
+        write = asyncio.ensure_future(right.write_imm(there[: 4 * KIB], back[: 4 * KIB], 2))
+        await arrivals.wait(1)
+        await write
+
     return {
         "write 4 KiB": (lambda: left.write(here[: 4 * KIB], remote[: 4 * KIB]), 1),
+        "wait for 4 KiB": (awaited, 2),
         "write 64 KiB": (lambda: left.write(here[: 64 * KIB], remote[: 64 * KIB]), 2),
         "64 pages of 16 KiB": (lambda: left.write_pages(*pages, 1), 20),
         "write 4 MiB": (lambda: left.write(here, remote), 40),
@@ -122,6 +131,7 @@ async def main() -> None:
     parser.add_argument("--operations", type=int, default=400)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--arm", choices=list(ARMS))
+    parser.add_argument("--load", default="write 4 KiB", help='for --count; "wait for 4 KiB", ...')
     given = parser.parse_args()
     async with aiote.open_engine(given.provider, status_page=False) as left:
         async with aiote.open_engine(given.provider, status_page=False) as right:
@@ -131,7 +141,7 @@ async def main() -> None:
                 return
             if given.arm:
                 ARMS[given.arm](left)
-            await slice_of(loads(left, right)["write 4 KiB"][0], given.count)
+            await slice_of(loads(left, right)[given.load][0], given.count)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ..config import EngineConfig
+    from ..observe import WaitTimes
     from ..transfers import Access, Lease
 
     RailChoice = str | int | None
@@ -138,6 +139,10 @@ class Engine:
         It is timed from post to completion, one at once per rail and peer. Raises UsageError, ClosedError.
         """
         self._runtime.time_rails(every)
+
+    def time_waits(self, times: WaitTimes | None) -> None:
+        """Time waits on counts and watched values with `times`, or none with None. Raises UsageError, ClosedError."""
+        self._runtime.time_waits(times)
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
         """Call `listener` for each event (a peer connected or lost, a rail failed); return a function that stops this.

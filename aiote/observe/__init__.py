@@ -5,8 +5,8 @@ This package does not import `prometheus` and `tracing` because these need libra
 
 from .calls import CallTimes
 from .events import Event, Events
-from .latency import Histogram, Latencies
+from .latency import Histogram, Latencies, WaitTimes
 from .statistics import EngineStatistics
 from .status_page import StatusPage
 
-__all__ = ["CallTimes", "EngineStatistics", "Event", "Events", "Histogram", "Latencies", "StatusPage"]
+__all__ = ["CallTimes", "EngineStatistics", "Event", "Events", "Histogram", "Latencies", "StatusPage", "WaitTimes"]

@@ -67,7 +67,7 @@ DESCRIBED = (
     _Described("aiote_immediates", "counter", "Immediates that arrived.", "", _plain("immediates")),
     _Described("aiote_immediates_uninvited", "counter", "Immediates of others than sources.", "", _plain("uninvited")),
     _Described("aiote_counters", "gauge", "Counters in use.", "", _plain("counters")),
-    _Described("aiote_counter_waits", "gauge", "Awaits of counters and values.", "", _plain("waits")),
+    _Described("aiote_counter_waits", "gauge", "Awaits of counters.", "", _plain("waits")),
     _Described("aiote_inbox_messages", "gauge", "Messages that nobody took yet.", "", _plain("inbox")),
     _Described("aiote_messages_dropped", "counter", "Messages of lost peers, dropped.", "", _plain("dropped")),
     _Described("aiote_peer_wakeups", "counter", "Wake-ups sent to peers.", "", _plain("peer_wakeups")),
@@ -85,13 +85,14 @@ DESCRIBED = (
 RAIL_LATENCY = "aiote_rail_request_seconds"
 LATENCY = "aiote_await_seconds"
 LATENCY_FAILURES = "aiote_await_failures"
+WAIT = "aiote_wait_seconds"
 SUBMIT = "aiote_submit_seconds"
 SUBMIT_FAILURES = "aiote_submit_failures"
 CALL, CALL_FAILURES, CALLS_RUNNING = "aiote_call_seconds", "aiote_call_failures", "aiote_calls_running"
 PARTS = ("bucket", "count", "sum")
 METRICS = (
     *(each.name + ("_total" if each.kind == "counter" else "") for each in DESCRIBED),
-    *(f"{histogram}_{part}" for histogram in (RAIL_LATENCY, LATENCY, SUBMIT) for part in PARTS),
+    *(f"{histogram}_{part}" for histogram in (RAIL_LATENCY, WAIT, LATENCY, SUBMIT) for part in PARTS),
     f"{LATENCY_FAILURES}_total",
     f"{SUBMIT_FAILURES}_total",
 )
@@ -116,7 +117,7 @@ class EngineCollector(Collector):
     """A collector of an engine's counts; each sample has the label `engine`. It yields no samples once the engine is
     closed.
 
-    `name`: the value of that label, by default the engine's address. `latencies`: histograms of awaits, by verb.
+    `name`: the value of that label, by default the engine's address. `latencies`: histograms of rails, waits, awaits.
     """
 
     def __init__(self, engine: Any, name: str = "", latencies: Latencies | None = None) -> None:
@@ -137,6 +138,7 @@ class EngineCollector(Collector):
             yield family
         if self._latencies is not None:
             yield self._rail_latency(counts.times)
+            yield self._waits(self._latencies)
             yield from self._latency(self._latencies)
             yield from self._submits(self._latencies)
 
@@ -150,6 +152,15 @@ class EngineCollector(Collector):
         for rail, taken in zip(self._engine.rails, times, strict=True):
             family.add_metric([self._name, rail.name], _cumulated(taken.buckets), taken.sum_ns * 1e-9)
         return family
+
+    def _waits(self, latencies: Latencies) -> Metric:
+        text = f"Waits of counters and values that slept, one in {latencies.every} timed."
+        times = HistogramMetricFamily(WAIT, text, labels=["engine", "kind"])
+        for kind, histogram in latencies.by_wait.items():
+            # Copy the buckets once: the engine may add samples meanwhile, and the count is the sum of the buckets.
+            held, sum_ns = list(histogram.buckets), histogram.sum_ns
+            times.add_metric([self._name, kind], _cumulated(held), sum_ns * 1e-9)
+        return times
 
     def _latency(self, latencies: Latencies) -> Iterator[Metric]:
         text = f"Awaits of verbs that went well, one in {latencies.every} timed."

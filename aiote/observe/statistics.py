@@ -25,8 +25,8 @@ class EngineStatistics:
     `posted`, `completed`: work requests; `refused`: posts that a rail did not take at once, and that were tried again;
     `immediates` that arrived; `uninvited`: those of them whose sender was not allowed to count there; `outstanding`
     work requests and `queued` transfers now; `peer_wakeups` sent; `sleeps` and `rounds` of the progress loop; live
-    `counters`, and `waits` on them and on watched values now; messages in the `inbox`, and messages of lost peers that
-    were `dropped` because their limit was reached.
+    `counters`, and `waits` on them now; messages in the `inbox`, and messages of lost peers that were `dropped` because
+    their limit was reached.
 
     For each of `Engine.rails`: bytes that the rail has `carried` for this engine's own writes, reads and messages,
     failures excluded; work requests that ended there, successful or not (`operations`); work requests that it holds now

@@ -98,7 +98,12 @@ class Counter(Counted):
         waiting = self._handle.begin(n) or self._handle.begin(self._check_count(n), True)
         if waiting is None:
             raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
-        while not waiting.satisfied:
+        if waiting.satisfied:
+            waiting.take()
+            return
+        times = self._runtime.wait_times
+        began = times.begin() if times is not None else 0
+        while True:
             error = lost() if lost is not None else None
             if error is not None:
                 self._withdraw(waiting)
@@ -112,11 +117,15 @@ class Counter(Counted):
                 raise
             finally:
                 self._waiters.discard(waiter)
-            if not waiting.satisfied and (lost is None or self._closed or self._runtime.closed):
+            if waiting.satisfied:
+                break
+            if lost is None or self._closed or self._runtime.closed:
                 # The counter or the engine was closed during the wait.
                 self._withdraw(waiting)
                 self._require_open()
-                break
+                return
+        if began and times is not None:
+            times.end("counter", began)
         waiting.take()
 
     def wake_waits(self) -> None:
@@ -188,12 +197,19 @@ class CounterRow(Counted):
         self._runtime.loop.require_here()
         if not 0 <= count <= len(self._row):
             raise UsageError(f"wait({count!r}): the row has {len(self._row)} immediates")
-        while (reached := self._row.advance()) < count:
+        if (reached := self._row.advance()) >= count:
+            return reached
+        times = self._runtime.wait_times
+        began = times.begin() if times is not None else 0
+        while reached < count:
             waiting = self._row.latest(count)
             if self._closed or waiting is None:
                 self._runtime.require_open()
                 raise ClosedError("the row of counters is closed")
             await self._wait_for_counts(waiting)
+            reached = self._row.advance()
+        if began and times is not None:
+            times.end("row", began)
         return reached
 
     async def _wait_for_counts(self, waiting: CounterWait) -> None:

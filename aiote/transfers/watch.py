@@ -74,6 +74,8 @@ async def _next_change(runtime: Runtime, buffer: AcquiredBuffer, old: int) -> in
     watched = ValueWatch(buffer)
     waiter = runtime.loop.waiter()
     watched.on_over = lambda _watched: wake(waiter)
+    times = runtime.wait_times
+    began = times.begin() if times is not None else 0
     runtime.core.watch(watched, old)
     runtime.waiters.add(waiter)
     runtime.kick()
@@ -83,4 +85,6 @@ async def _next_change(runtime: Runtime, buffer: AcquiredBuffer, old: int) -> in
         runtime.waiters.discard(waiter)
         watched.cancel()
     runtime.require_open()
+    if began and times is not None:
+        times.end("value", began)
     return watched.new

@@ -118,6 +118,7 @@ class Home:
         return {
             "find_peer": lambda: e.find_peer(peer.address),
             "time_rails": lambda: e.time_rails(1),
+            "time_waits": lambda: e.time_waits(None),
             "register": lambda: e.register(bytearray(8)),
             "register_async": lambda: e.register_async(bytearray(8)),
             "attach": lambda: e.attach(b""),

@@ -144,6 +144,18 @@ async def waiting() -> None:
         group.cancel_scope.cancel()
 
 
+@moves(*(f"wait_seconds_{part}" for part in ("bucket", "count", "sum")))
+async def waits_that_sleep() -> None:
+    async with world() as (left, right, source, target):
+        scraper = Scraper(EngineCollector(right, "it", Latencies(right, every=1)))
+        with right.counter(3) as arrivals:
+            async with anyio.create_task_group() as group:
+                group.start_soon(arrivals.wait, 1)
+                await until(lambda: right.statistics().waits)
+                await left.write_imm(source, target, 3)
+        await scraper.sees("waits_that_sleep")
+
+
 @moves("inbox_messages")
 async def message() -> None:
     async with world() as (left, right, *_):
