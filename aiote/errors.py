@@ -97,7 +97,7 @@ class PeerError(AioteError):
 
 
 class PeerLostError(PeerError):
-    """A connected peer died, restarted, said goodbye or fell silent."""
+    """A connected peer died, restarted, closed the connection or fell silent."""
 
 
 class ConnectTimeoutError(PeerError, TimeoutError):

@@ -1,10 +1,11 @@
 """Counts of immediates.
 
-A write that was split into k stripes arrives as k immediates, each worth 1/k of a count. Counts are integers of
-1/720720, which is the least common multiple of 1..16, so the sum is exact in any order. A counter exists while it has
-counts, handles or waiters, and an absent counter is zero: so immediates that arrive before anyone asks are kept, and
-counters that are not needed take no room. A counter knows the peer whose immediate created it, so a full table is
-blamed on the peer that filled it. The caller holds the engine's lock around every function here.
+A write that was split into k stripes arrives as k immediates, each worth 1/k of a count. A counter holds an integer
+number of units of 1/720720 (720720 is the least common multiple of 1..16), so the sum is exact in any order. A counter
+exists while it has counts, handles or waiters, and an absent counter is zero: so immediates that arrive before anyone
+asks are kept, and counters that are not needed take no room. A counter knows the peer whose immediate created it, so
+when the table is full, the engine finds the peer that filled it (`table_greediest`). The caller holds the engine's lock
+around every function here.
 
 The plain Python reference is `aiote.core.imm_counters`.
 """
@@ -19,7 +20,7 @@ from aiote_native.ranges cimport may_count
 from aiote_native.structs cimport PeerState
 
 
-# Half the range of a word: the other half is room for the counts that waits give back.
+# Half the range of 64 bits; the other half is room for the counts that withdrawn waits give back.
 cdef uint64_t MAX_UNITS = 1ULL << 63
 
 
@@ -191,7 +192,7 @@ cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil:
 
 
 cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil:
-    """Drop the counters that a peer created (NULL: a user, or a lost peer) and that have no handle; return how many."""
+    """Drop the counters without a handle that `maker` created (NULL: a user or a lost peer); return how many."""
     cdef uint64_t before = table.used
     cdef Counter* counter
     cdef Counter* following
@@ -287,7 +288,7 @@ cdef Wait* table_pop_wait(Table* table, uint64_t* bucket) noexcept nogil:
 
 
 cdef class ImmCounters:
-    """A table of its own, to check the arithmetic against the reference; engines use the same functions."""
+    """A table without an engine: tests compare its counts with the Python reference. Engines use the same functions."""
 
     cdef Table table
     cdef dict waits

@@ -2,9 +2,9 @@
 
 A coroutine on the engine's loop costs a task and two hand-overs between threads, each of them a wake-up and a wait for
 the GIL: 300 to 400 us with two cores. Here the thread that waits for a transfer makes progress itself, under the
-engine's lock, as the loop does. Either of the two may find that the transfer is over; if the thread sleeps, the finder
-then makes the thread's eventfd, its *bell*, readable. Where a native thread makes progress, the waiting thread only
-sleeps. Python's part of an end stays with the loop, which is notified.
+engine's lock, as the loop does. If the loop finds that the transfer is over while the thread sleeps, it makes the
+thread's eventfd (`bell`) readable. If a native thread makes progress, the waiting thread only sleeps. The loop is
+notified in each case, because the Python objects of a finished transfer are for the loop to update.
 """
 
 from cpython.ref cimport Py_INCREF
@@ -41,7 +41,7 @@ cdef extern from "<sys/eventfd.h>" nogil:
     const int EFD_CLOEXEC, EFD_NONBLOCK
 
 cdef enum:
-    TOLD_MS = 1  # how long a loop that was told to look has to make progress, before the thread does that
+    TOLD_MS = 1  # how long a notified loop has to make progress before the waiting thread makes progress itself
 
 
 cdef class ThreadEventfd:
@@ -58,7 +58,7 @@ cdef class ThreadEventfd:
 
 
 cdef ThreadEventfd take_bell(list spare):
-    """Return an unused bell, or a new one."""
+    """Return an unused eventfd, or a new one."""
     cdef ThreadEventfd bell
     if spare:
         return <ThreadEventfd?> spare.pop()
@@ -68,10 +68,10 @@ cdef ThreadEventfd take_bell(list spare):
 
 
 cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept nogil:
-    """Make a round, unless a native thread does, and return whether the transfer is over.
+    """Run a round of progress, unless a native thread does that, and return whether the transfer is over.
 
-    If it is not, either `again` is set, and the caller has to look again soon, or the bell rings when it is over.
-    `last`: the caller leaves, whatever is returned.
+    If it is not, either `again` is set, and the caller has to call this again soon, or the eventfd `bell` becomes
+    readable when the transfer is over. `last`: the caller stops waiting, whatever this returns.
     """
     cdef bint over
     cdef uint64_t inbox
@@ -85,12 +85,13 @@ cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept
         again[0] = progress_once(self)
         # The loop keeps posts back while its woken tasks run; the posts of this round have to go now.
         batch_flush(&self.state.batch)
-        # The loop collects transfers that are over, this one included, and new messages; it was told of older ones.
+        # The loop collects the transfers that are over, this one included, and the messages that this round received.
+        # It was notified of earlier messages before.
         if self.state.done.head != NULL or self.state.failures or self.state.inbox > inbox:
             notify(self)
     over = op.over
     if again[0] and (over or last):
-        signal_wake(self)  # this engine has told its peers that it is awake, so the loop has to look
+        signal_wake(self)  # this round told the peers that the engine is awake, so the loop has to go on in its place
     op.done.bell = 0 if over or again[0] else bell + 1
     unlock(self)
     return over
@@ -112,7 +113,7 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
             while self.wanted > 0:
                 sched_yield()
             continue
-        # Until the loop has looked, the engine's descriptor stays readable and says nothing new.
+        # The engine's descriptor stays readable until the notified loop has run, so poll only the eventfd until then.
         told = self.notified or self.threaded
         left = <int> min((deadline - now) // 1_000_000 + 1, 1000)
         fds[0].fd = bell
@@ -135,7 +136,7 @@ cdef bint is_over(Progress* self, Op* op) noexcept nogil:
 
 
 cdef void hush(Progress* self, Op* op) noexcept nogil:
-    """Keep the bell from ringing for a transfer any more."""
+    """Detach the thread's eventfd from a transfer, so that its end no longer writes to it."""
     if not alive(self):
         return
     lock(self)
@@ -158,8 +159,8 @@ cdef class Direct:
     """One write or read of a thread's own.
 
     `request` is the transfer, once it was handed over. `unposted`: it ended at once, because the loop had closed the
-    connection, or had added a rail to it. `bells` holds unused bells, which all transfers of an engine share; their
-    owner drops them.
+    connection, or had added a rail to it. `bells` holds unused eventfds, which all transfers of an engine share; the
+    owner of the list frees them.
     """
 
     cdef Core core
@@ -171,7 +172,7 @@ cdef class Direct:
         self.core, self.bells = core, bells
 
     def post(self, type kind, local, remote, bint reads, imm) -> bool:
-        """Start it, from any thread, and return True; return False, without any effect, where the loop has to do it.
+        """Start it, from any thread, and return True; return False, without any effect, if the loop has to start it.
 
         local, remote: slices, or pages of slices.
         """
@@ -196,7 +197,8 @@ cdef class Direct:
         there = <RemoteSlice> remote
         if imm is not None and (type(imm) is not int or imm >> IMMEDIATE_BITS):
             return False
-        # Only the loop enters transfers in a lease's flight, and only the loop drives a clock that is not the system's.
+        # Only the loop orders transfers behind GPU work, tracks those that use a lease, and drives a clock other than
+        # the system's.
         if (mine is None and here.nbytes != there.nbytes) or here.memory.events is not None or there.memory.lease:
             return False
         if there.memory.link is None or core.clock is not None or here.memory.owner is not core:
@@ -220,7 +222,7 @@ cdef class Direct:
         return self.launch(link, request)
 
     cdef bint launch(self, PeerLink link, Request request) except -1:
-        """Hand the transfer over. From here on no Python code is called; the loop may run while this takes the lock."""
+        """Hand the transfer to the engine. This calls no Python code; the loop may run while this takes the lock."""
         cdef Core core = self.core
         cdef Progress* engine = &core.engine
         cdef uint64_t smallest = core.smallest

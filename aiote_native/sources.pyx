@@ -1,4 +1,4 @@
-"""Blocks of immediates whose owners have named the peers that may count on them (`ranges.pyx`)."""
+"""Ranges of immediates that only named peers may count on: the Python objects of `ranges.pyx`."""
 
 cimport cython
 from libc.stdint cimport uint32_t
@@ -26,7 +26,7 @@ cdef SourceRange open_range(object core, Progress* engine, uint32_t first, uint3
 
 @cython.no_gc_clear  # a cleared range would have lost the core whose table has a pointer to it
 cdef class SourceRange:
-    """Immediates in a row on which only allowed peers count; at first no peer is allowed."""
+    """Consecutive immediates that count only if an allowed peer sends them; at first no peer is allowed."""
 
     def allow(self, PeerLink link not None) -> None:
         """Count a peer's immediates from now on, until it is lost; does nothing for a lost peer. Raises ValueError for
@@ -45,7 +45,7 @@ cdef class SourceRange:
             raise MemoryError
 
     def close(self) -> None:
-        """Count whatever comes on these values, from any peer. Idempotent."""
+        """End the restriction: from now on, immediates of any peer count on these values. Idempotent."""
         self.leave()
 
     def __dealloc__(self):

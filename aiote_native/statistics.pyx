@@ -43,7 +43,7 @@ cdef dict statistics_of(Progress* engine):
     if not (engine.threaded and alive(engine)):
         copy(engine, &counts)
     else:
-        with nogil:  # the native thread changes these words under the lock, and some beside them without it
+        with nogil:  # the native thread changes these counts, most of them under the lock
             lock(engine)
             copy(engine, &counts)
             unlock(engine)

@@ -10,7 +10,7 @@ from .driver import Driver
 from .handover import Handover, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall, in_thread
-from .waiting import Signal, finish, insist, poll_until, run, run_within, sleep, wake
+from .waiting import Signal, finish, poll_until, run, run_within, sleep, wait_shielded, wake
 
 __all__ = [
     "ByteStream",
@@ -29,11 +29,11 @@ __all__ = [
     "finish",
     "hand_over",
     "in_thread",
-    "insist",
     "poll_until",
     "report",
     "run",
     "run_within",
     "sleep",
+    "wait_shielded",
     "wake",
 ]

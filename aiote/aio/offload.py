@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .loops import EventLoop, current_loop, report
-from .waiting import Signal, insist
+from .waiting import Signal, wait_shielded
 
 __all__ = ["ThreadCall", "in_thread"]
 
@@ -67,7 +67,7 @@ class ThreadCall(Generic[T]):
         except BaseException:
             self.abandon()
             try:
-                await insist(self._loop, lambda: self.returned, self._over.wait, math.inf)
+                await wait_shielded(self._loop, lambda: self.returned, self._over.wait, math.inf)
             finally:
                 self.give_up()
             raise

@@ -11,7 +11,7 @@ import anyio
 from ..rails import run, wake
 from .loops import EventLoop, Waiter
 
-__all__ = ["Over", "Signal", "finish", "insist", "poll_until", "run", "run_within", "sleep", "wake"]
+__all__ = ["Over", "Signal", "finish", "poll_until", "run", "run_within", "sleep", "wait_shielded", "wake"]
 
 
 POLL_S = 0.001
@@ -26,11 +26,12 @@ class Over(Protocol):
     on_over: Callable[[Any], object] | None
 
 
-async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
-    """Wait until a cancelled operation is over, even if the wait is cancelled; return False after `patience` seconds.
+async def finish(loop: EventLoop, item: Over, seconds: float) -> bool:
+    """Wait until a cancelled operation is over, even if the wait is cancelled; return False after `seconds`.
 
-    The NIC owns the buffer until the operation is over, so the wait must not be interrupted: `insist` shields it from
-    cancel scopes, and continues it after a plain `Task.cancel`. The caller raises again the cancellation that led here.
+    The NIC owns the buffer until the operation is over, so the wait must not be interrupted: `wait_shielded` shields it
+    from cancel scopes, and continues it after a plain `Task.cancel`. The caller re-raises the cancellation that led
+    here.
     """
     before = item.on_over
     current: list[Waiter] = []
@@ -47,25 +48,26 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
         current[:] = [loop.waiter()]
         await current[0]
 
-    return await insist(loop, lambda: item.is_over, wait, patience)
+    return await wait_shielded(loop, lambda: item.is_over, wait, seconds)
 
 
-async def poll_until(loop: EventLoop, condition: Callable[[], bool], patience: float) -> bool:
-    """Poll until a condition holds, even if the wait is cancelled; return False after `patience` seconds.
+async def poll_until(loop: EventLoop, condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until a condition holds, even if the wait is cancelled; return False after `seconds`.
 
     Use this for a condition without a wake-up.
     """
-    return await insist(loop, condition, lambda: anyio.sleep(POLL_S), patience)
+    return await wait_shielded(loop, condition, lambda: anyio.sleep(POLL_S), seconds)
 
 
-async def insist(
-    loop: EventLoop, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], patience: float
+async def wait_shielded(
+    loop: EventLoop, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], seconds: float
 ) -> bool:
-    """Wait until a condition holds, even if the wait is interrupted; return False after `patience` seconds.
+    """Wait until a condition holds, even if the wait is interrupted; return False after `seconds`.
 
-    `wait` must return whenever the condition may have become true. Ctrl-C is raised after the condition holds.
+    `wait` must return whenever the condition may have become true. Ctrl-C is raised once the condition holds; it is
+    dropped if the time runs out first.
     """
-    scope = anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True)
+    scope = anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True)
     interruption: BaseException | None = None
     try:
         with scope:
@@ -79,7 +81,7 @@ async def insist(
                     # trio raises Ctrl-C in its main task, even if that is shielded.
                     interruption = error
     except anyio.get_cancelled_exc_class():
-        # If a plain Task.cancel came meanwhile, anyio raises the scope's own cancellation.
+        # After a plain Task.cancel, anyio also lets the cancellation out that this scope's deadline caused.
         if not scope.cancel_called or loop.name != "asyncio":
             raise
     if interruption is not None and condition():

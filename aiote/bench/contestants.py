@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiote.bench.devices import ports_of
 from aiote.bench.perftest import available
-from aiote.bench.remote import WorkerConnection
+from aiote.bench.remote import TargetMachine
 from aiote.bench.sides import BenchError, LocalSide, Pair, eventfds
 from aiote.bench.work import MEMORIES
 
@@ -150,8 +150,8 @@ def processors() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def start(contestant: Contestant, setting: Setting, connection: WorkerConnection | None = None) -> Iterator[Pair]:
-    """Start both sides of a contestant and connect them. With a connection, the target runs on the other machine."""
+def start(contestant: Contestant, setting: Setting, machine: TargetMachine | None = None) -> Iterator[Pair]:
+    """Start both sides of a contestant and connect them. The target runs on `machine` if given, else on this one."""
     here, there = processors()
     with contextlib.ExitStack() as stack:
         needs_eventfds = contestant.kind == "raw" and setting.provider == "shm" and setting.mode == "event"
@@ -162,15 +162,15 @@ def start(contestant: Contestant, setting: Setting, connection: WorkerConnection
             fds = own, other = stack.enter_context(eventfds())
             ours = ("--own-eventfd", str(own), "--peer-eventfd", str(other))
             theirs = ("--own-eventfd", str(other), "--peer-eventfd", str(own))
-        host = connection.local_host if connection is not None else ""
+        host = machine.local_host if machine is not None else ""
         initiator = LocalSide(
             f"{contestant.name} initiator",
             [*worker_command(contestant, "initiator", setting, here, host), *ours],
             fds=fds,
         )
         stack.callback(initiator.close)
-        if connection is not None:
-            target = connection.spawn(contestant.name, contestant.kind, setting)
+        if machine is not None:
+            target = machine.spawn(contestant.name, contestant.kind, setting)
             stack.callback(target.close)
             yield _meet_peer(Pair(contestant.name, target, initiator))
             return

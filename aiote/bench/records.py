@@ -17,13 +17,14 @@ from aiote.bench.work import Work
 __all__ = ["FORMAT", "BenchRecord", "TimedRun", "machine", "value_of", "write_json"]
 
 FORMAT = 1
+"""The version of the JSON file."""
 GIB = 1 << 30
 UNITS = {"write": "GiB/s", "read": "GiB/s", "pages": "GiB/s", "send": "ops/s", "rate": "ops/s", "latency": "us"}
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One run of one contestant: `value` in the unit of its kind of work, CPU seconds of each side, and its length."""
+    """One run of one contestant: `value` in the unit of its kind of work, its duration, and each side's CPU seconds."""
 
     value: float
     seconds: float
@@ -58,11 +59,11 @@ class BenchRecord:
     """One line of the table: a contestant at one kind of work.
 
     `value` is in `unit`. `cold` is the value of the cold run, the first one after the processes connected; no other
-    figure includes it. `cpu_initiator` and `cpu_target` are CPU seconds for a second of the run. `ratio` is the ratio
-    to the raw loops, each run divided by its neighbour's: for bandwidths and rates more is better, for round trips
-    less. `disturbed` counts runs that were discarded because a spinning process did not have a core to itself. `memory`
-    is the memory of the initiator and the target. `gpu_sharing` is the engines' setting, None for the default in host
-    memory. `note` gives the reason for a missing figure, or the rails that staged GPU memory.
+    figure includes it. `cpu_initiator` and `cpu_target` are CPU seconds per second of the run. `ratio` is the ratio to
+    the raw loops: each run is divided by the raw run next to it in time. More is better for bandwidths and rates, less
+    for round trips. `disturbed` counts runs that were discarded because a spinning process did not have a core to
+    itself. `memory` is the memory of the initiator and the target. `gpu_sharing` is the engines' setting, None for the
+    default in host memory. `note` gives the reason for a missing figure, or the rails that staged GPU memory.
     """
 
     op: str

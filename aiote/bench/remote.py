@@ -23,7 +23,7 @@ from aiote.bench.work import MEMORIES
 if TYPE_CHECKING:
     from aiote.bench.contestants import Setting
 
-__all__ = ["PORT", "Listener", "RemoteSide", "WorkerConnection", "parse_place", "parse_request", "serve_one"]
+__all__ = ["PORT", "Listener", "RemoteSide", "TargetMachine", "parse_place", "parse_request", "serve_one"]
 
 PORT = 18515
 LINE_BYTES = 1 << 16
@@ -84,10 +84,11 @@ class RemoteSide:
         self._sock.close()
 
 
-class WorkerConnection:
-    """A connection to the machine with the targets."""
+class TargetMachine:
+    """The machine that runs the targets. `spawn` opens a connection to it for each worker."""
 
     def __init__(self, host: str, port: int) -> None:
+        """Connect once, to learn this machine's address on the way there. Raises BenchError if no listener answers."""
         self._place = host, port
         with self._dial() as sock:
             self.local_host: str = sock.getsockname()[0]
@@ -148,7 +149,7 @@ def _first_line(sock: socket.socket) -> bytes:
         if not data and not held:
             return b""
         if not data or len(held) > LINE_BYTES:
-            raise BenchError("the connection ended before it had sent a request")
+            raise BenchError(f"expected a request: one line of at most {LINE_BYTES} bytes")
         held += data
     return held
 

@@ -1,4 +1,4 @@
-"""Share the process's engine between its users: acquire a bridge to it, use it from any thread, and give it back."""
+"""Share the process's engine: each user acquires a bridge to it, uses the bridge from any thread, and closes it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def acquire(
 
     This waits until the engine is open: about 10 ms, up to a second if libfabric is loaded. After a fork, the child
     process acquires an engine of its own. Raises UsageError if an argument differs from the open engine's, and on the
-    thread of a closed bridge, because that has to end first. Raises what `open_engine` raises.
+    thread of a closed bridge, because that thread has to end before the next engine opens. Raises what `open_engine`
+    raises.
     """
     global _shared
     with _lock:
@@ -176,7 +177,7 @@ class Bridge:
     # Coroutines.
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine beside the engine and wait for its result, in any thread but the bridge's own.
+        """Run a coroutine on the engine's event loop and wait for its result, in any thread but the bridge's own.
 
         The coroutine is cancelled after `timeout` seconds, and when the wait is interrupted (Ctrl-C). This returns or
         raises only after the coroutine has ended, so its transfers have drained; the engine bounds that time
@@ -186,9 +187,9 @@ class Bridge:
         return self._call(work, timeout, waits=True).wait()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
-        """Start a coroutine beside the engine and return its future, which is done when the coroutine has ended.
+        """Start a coroutine on the engine's event loop; return its future, which is done when the coroutine has ended.
 
-        `cancel()` of the future works from any thread; the future is cancelled after the transfers have drained.
+        `cancel()` of the future works from any thread; the future is done only after its transfers have drained.
         """
         call = self._call(work)
         call.start()
@@ -231,13 +232,13 @@ class Bridge:
         remote: Any,
         imm: int | None,
         timeout: float | None,
-        otherwise: Callable[[], Coroutine[Any, Any, None]],
+        fallback: Callable[[], Coroutine[Any, Any, None]],
         *,
         reads: bool = False,
     ) -> None:
         self.require_open()
         self.require_elsewhere()
-        ThreadTransfer(self, self._thread, otherwise).run(local, remote, reads=reads, imm=imm, timeout=timeout)
+        ThreadTransfer(self, self._thread, fallback).run(local, remote, reads=reads, imm=imm, timeout=timeout)
 
     def attach(self, descriptor: bytes, **claim: Any) -> aiote.RemoteRegion:
         """Return the remote memory of a descriptor, as `Engine.attach` does, in any thread but the bridge's own."""
@@ -248,7 +249,7 @@ class Bridge:
         return self.call(attached())
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine beside the engine and await its result, on any asyncio, uvloop or trio loop.
+        """Run a coroutine on the engine's event loop and await its result, on any asyncio, uvloop or trio loop.
 
         If this is cancelled or interrupted (Ctrl-C under trio), the coroutine is cancelled; the interruption is raised
         after the coroutine has ended. Raises what the coroutine raises, and ClosedError if the bridge is closed
@@ -357,8 +358,8 @@ class Bridge:
         if not self.holds(number):
             return
         held = self._held.pop(number, None)
-        # A garbage collection may run anywhere, even where the bridge's locks are held, so the loop closes it. The
-        # callback has no reference to the bridge, which may be dropped as well.
+        # A garbage collection may run anywhere, even where the bridge's locks are held, so the loop closes the
+        # registration. The callback has no reference to the bridge, which may be dropped as well.
         if held is not None:
             with suppress(RuntimeError):
                 self._thread.loop.call_soon_threadsafe(_let_go_dropped, self._thread, held)
@@ -369,7 +370,7 @@ class Bridge:
             )
 
     def trim(self, nbytes: int = 0) -> None:
-        """End registrations without holders until the others without holders have at most `nbytes` bytes.
+        """Close registrations without holders until those that remain without holders take at most `nbytes` bytes.
 
         Use this before memory that was registered as "local" is unmapped or resized; in any thread but the bridge's
         own.
@@ -395,7 +396,7 @@ class Bridge:
                     self._thread.join()
 
     async def aclose(self) -> None:
-        """Close as `close` does, on any event loop but the bridge's own. A cancellation is raised after that."""
+        """Close as `close` does, on any event loop but the bridge's own. A cancellation is raised after the close."""
         closing = self._end()
         if closing is not None:
             try:
@@ -431,9 +432,8 @@ class Bridge:
             )
         elif not isinstance(self._closing, Call) or self._closing.done():
             return
-        # Otherwise a close was interrupted before it began.
-        # Only schedule the close on the loop, because any thread may run this: one that holds a lock of this module, or
-        # the bridge's own.
+        # The bridge was dropped open, or its close was interrupted before it began. Only schedule the close on the
+        # loop, because any thread may run this: one that holds a lock of this module, or the bridge's own.
         with suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(lambda: self._closing_call().start())
 

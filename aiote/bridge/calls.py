@@ -1,4 +1,4 @@
-"""Run coroutines beside the engine for other threads or other event loops.
+"""Run coroutines on the engine's event loop for other threads or other event loops.
 
 A `Call` is done when its task has ended, not when the task was asked to end: a cancelled transfer drains first, and the
 NIC owns its buffer until then. A `concurrent.futures.Future` that is marked as running refuses to be cancelled, and one
@@ -48,7 +48,7 @@ class Host(Protocol):
 
 
 class Call(Promise[T]):
-    """A coroutine that runs beside the engine: a `concurrent.futures.Future` that is done when its task has ended.
+    """A coroutine on the engine's event loop: a `concurrent.futures.Future` that is done when its task has ended.
 
     `cancel()`, from any thread, asks the task to end and returns at once. `concurrent.futures.wait` and `result()` wait
     until the task has ended; then no NIC uses the memory of its transfers any more. A timeout of `result(timeout)` ends

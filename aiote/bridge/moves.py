@@ -1,8 +1,8 @@
-"""Run reads and writes that a thread posts and waits for without the bridge's event loop.
+"""Read and write from any thread, mostly without the bridge's event loop.
 
-The calling thread posts them and makes progress while it waits (`aiote_native.direct`). The loop does what is rare: it
-connects, waits for room, and handles leases and GPU memory; it cancels, drains, and raises the errors of failed
-transfers.
+The calling thread posts the transfer and makes progress while it waits (`aiote_native.direct`). The loop is needed only
+in rare cases: to connect, to wait for room, for leases and GPU memory, to cancel and drain a transfer, and to raise the
+error of a failed one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ThreadTransfer"]
 
-LEFT_S = 0.001
-"""How often the loop checks whether a thread has left its transfer."""
+CHECK_S = 0.001
+"""Seconds between the loop's checks whether a thread has returned from `ThreadTransfer.run`."""
 
 
 class ThreadTransfer:
-    """One transfer of a thread. `otherwise` returns a coroutine that does the same transfer on the loop."""
+    """One transfer of a thread. `fallback` returns a coroutine that does the same transfer on the loop."""
 
-    def __init__(
-        self, bridge: Bridge, thread: EngineThread, otherwise: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
+    def __init__(self, bridge: Bridge, thread: EngineThread, fallback: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.owner = bridge
-        self._thread, self._otherwise = thread, otherwise
+        self._thread, self._fallback = thread, fallback
         self._direct = Direct(thread.core, thread.bells)
         self._cancelled = False
 
@@ -49,11 +47,12 @@ class ThreadTransfer:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            self._thread.moves.add(self)
-            # Either the caller that closes the bridge sees this move in `moves`, or `require_open` raises here.
+            self._thread.transfers.add(self)
+            # In this order, so that closing the bridge misses no transfer: it either finds this one in `transfers` and
+            # cancels it, or it began earlier, and `require_open` raises.
             self.owner.require_open()
             if not self._direct.post(Transfer, local, remote, reads, imm) or self._direct.unposted:
-                self.owner.call(self._otherwise(), timeout)
+                self.owner.call(self._fallback(), timeout)
                 return
             if self._cancelled:
                 raise make_closed_error()
@@ -64,9 +63,9 @@ class ThreadTransfer:
             self._drain()
             raise
         finally:
-            self._thread.moves.discard(self)
+            self._thread.transfers.discard(self)
         if not self._direct.went_well:
-            self._explain()
+            self._raise_error()
 
     def _drain(self) -> None:
         """Cancel the transfer, and wait until no NIC uses its memory; raise an interruption only after that."""
@@ -74,7 +73,7 @@ class ThreadTransfer:
         over, interruption = transfer is None or self._direct.over, None
         while not over:
             try:
-                # A bridge that stops refuses calls, but it ends the transfer itself.
+                # If the engine is stopping, it refuses this call and ends the transfer itself.
                 Call(self._thread, None, drain_transfer(transfer), firm=True).wait_ended()
                 over = self._direct.wait(LOOK_S)
             except BaseException as error:
@@ -82,12 +81,12 @@ class ThreadTransfer:
         if interruption is not None:
             raise interruption
 
-    def _explain(self) -> None:
+    def _raise_error(self) -> None:
         """Raise the transfer's error, or ClosedError if the bridge was closed meanwhile."""
         transfer = self._direct.request
         assert isinstance(transfer, Transfer)
         try:
-            Call(self._thread, None, outcome(transfer), firm=True).wait()
+            Call(self._thread, None, await_transfer(transfer), firm=True).wait()
         except AioteError:
             self.owner.require_open()
             raise
@@ -99,11 +98,11 @@ class ThreadTransfer:
             self._direct.request.give_up()
 
     async def end(self) -> None:
-        """Cancel the transfer, and wait until its thread has left it. Runs on the loop."""
-        while self in self._thread.moves:
+        """Cancel the transfer, and wait until its thread has returned from `run`. Runs on the loop."""
+        while self in self._thread.transfers:
             if self._direct.posted:
                 await drain_transfer(self._direct.request)
-            await asyncio.sleep(LEFT_S)
+            await asyncio.sleep(CHECK_S)
 
 
 async def drain_transfer(transfer: Any) -> None:
@@ -113,6 +112,6 @@ async def drain_transfer(transfer: Any) -> None:
         await transfer.peer.drain(transfer)
 
 
-async def outcome(transfer: Transfer) -> None:
-    """Raise the error with which a transfer failed."""
+async def await_transfer(transfer: Transfer) -> None:
+    """Await a transfer on the loop; raises its error."""
     await transfer

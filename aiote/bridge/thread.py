@@ -59,7 +59,7 @@ class EngineThread:
         self.engine: aiote.Engine
         self.memory: EngineRegistrations
         self.core: Core
-        self.moves: set[ThreadTransfer] = set()
+        self.transfers: set[ThreadTransfer] = set()
         self.bells: list[Any] = []
         self.loop = new_loop()
         self._previous = previous
@@ -119,17 +119,17 @@ class EngineThread:
             return [call for call in self._calls if owner is None or call.owner is owner]
 
     async def end_calls(self, owner: object | None = None) -> None:
-        """Cancel the unfinished calls and moves, all of them or those of one owner, and wait until they have ended."""
-        moves = [one for one in tuple(self.moves) if owner is None or one.owner is owner]
-        for move in moves:
-            move.cancel()
+        """Cancel the unfinished calls and transfers, all or those of one owner, and wait until they have ended."""
+        transfers = [one for one in tuple(self.transfers) if owner is None or one.owner is owner]
+        for transfer in transfers:
+            transfer.cancel()
         while calls := self.calls_of(owner):
             for call in calls:
                 call.stop(make_closed_error())
             for call in calls:
                 await until_done(call)
-        for move in moves:
-            await move.end()
+        for transfer in transfers:
+            await transfer.end()
 
     def stop(self) -> None:
         """Begin to end the engine and its thread; `ended` is done when they have ended. Idempotent."""

@@ -24,7 +24,7 @@ from aiote.bench.contestants import OWN, Contestant, Setting, perftest, start, w
 from aiote.bench.devices import ports_of
 from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
 from aiote.bench.records import BenchRecord, write_json
-from aiote.bench.remote import Listener, WorkerConnection, parse_place
+from aiote.bench.remote import Listener, TargetMachine, parse_place
 from aiote.bench.sides import BenchError
 from aiote.bench.work import OPS, Work
 from aiote.cli import posting
@@ -78,11 +78,11 @@ OPTIONS: dict[str, tuple[object, Any]] = {
             "", "--sizes", metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work"
         ),
     ),
-    "window": (int, typer.Option(0, min=0, max=4096, help="Requests outstanding; 0: those of the project's table.")),
+    "window": (int, typer.Option(0, min=0, max=4096, help="Outstanding requests; 0: the default of each OP.")),
     "pages": (int, typer.Option(2048, min=1, max=1 << 20, help="Pages of a request.")),
     "mode": (
         Literal["spin", "event", "default"],
-        typer.Option("spin", help="How to wait: spin, sleep, or as engines do."),
+        typer.Option("spin", help="How to wait: spin, sleep (event), or as engines do (default)."),
     ),
     "loop": (
         Literal["asyncio", "uvloop", "trio"],
@@ -90,7 +90,7 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     ),
     "progress": (
         Literal["adaptive", "thread"],
-        typer.Option("adaptive", help="Who moves the bytes in aiote's processes."),
+        typer.Option("adaptive", help="Where aiote makes progress: its event loop or a native thread."),
     ),
     "memory": (
         Literal["host", "cuda", "cuda-host", "host-cuda"],
@@ -105,10 +105,10 @@ OPTIONS: dict[str, tuple[object, Any]] = {
             show_default="the engines' setting",
         ),
     ),
-    "runs": (int, typer.Option(5, min=1, max=1000, help="Number of runs that count.")),
-    "seconds": (float, typer.Option(0.3, min=0.01, max=60, help="Seconds that each takes, about.")),
+    "runs": (int, typer.Option(5, min=1, max=1000, help="Number of measured runs, after a cold run.")),
+    "seconds": (float, typer.Option(0.3, min=0.01, max=60, help="Approximate seconds of each run.")),
     "json": (Path | None, typer.Option(None, metavar="FILE", help="Write the records as JSON.")),
-    "plot": (Path | None, typer.Option(None, metavar="FILE.png", help="Draw them; needs matplotlib.")),
+    "plot": (Path | None, typer.Option(None, metavar="FILE.png", help="Draw the records; needs matplotlib.")),
     "reno": (
         bool,
         typer.Option(False, "--reno", help="Run in a network namespace of its own, with reno instead of BBR."),
@@ -116,7 +116,7 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     "listen": (
         bool,
         typer.Option(
-            False, "--listen", help="Be the target for another machine, which has all other options. Ctrl-C ends it."
+            False, "--listen", help="Run targets for another machine, which sets all other options. Ctrl-C ends it."
         ),
     ),
     "host": (
@@ -167,10 +167,10 @@ def _sizes(text: str) -> list[int]:
         digits = word.strip().upper().rstrip("BI")
         number, unit = (digits[:-1], digits[-1]) if digits[-1:] in UNITS else (digits, "")
         if not number.isdecimal() or not 0 < int(number) * UNITS[unit] <= LARGEST_ARENA:
-            _fail(f"--sizes: {word!r} is no size; write for example 8,64K,16M", 2)
+            _fail(f"--sizes: {word!r} is not a size; write for example 8,64K,16M", 2)
         size = int(number) * UNITS[unit]
         if size % 8:
-            _fail(f"--sizes: {size} bytes are not whole 8-byte words, which the data are checked in", 2)
+            _fail(f"--sizes: {size} bytes: expected a multiple of 8, because the data are checked in 8-byte words", 2)
         found.append(size)
     return found
 
@@ -179,7 +179,7 @@ def _works(ops: Sequence[str], sizes: str, window: int, pages: int) -> tuple[Wor
     works = []
     for op in ops:
         if op not in OPS:
-            _fail(f"{op!r} is nothing to measure; one of {', '.join(OPS)} is", 2)
+            _fail(f"{op!r} cannot be measured; expected one of {', '.join(OPS)}", 2)
         for size in _sizes(sizes or SIZES[op]):
             out = 1 if op == "latency" else window or (LARGE_WINDOW if size >= LARGE else WINDOWS[op])
             works.append(Work(op, size, out, out, pages if op == "pages" else 0))
@@ -189,7 +189,7 @@ def _works(ops: Sequence[str], sizes: str, window: int, pages: int) -> tuple[Wor
 
 
 def _libraries(paths: Sequence[str] | None) -> list[str]:
-    """Return the paths of the libraries to measure with. The default has a path, too, so that the raw loops use it."""
+    """Return the paths of the libraries to measure with. The default is a path, too, so that the raw loops open it."""
     try:
         return [find_libfabric(path).path for path in paths or [aiote.EngineConfig().libfabric]]
     except aiote.AioteError as error:
@@ -223,7 +223,7 @@ async def _try(provider: str) -> None:
 
 
 def _sharing(values: dict[str, Any]) -> bool | None:
-    """Return whether engines share GPU memory, as the record has it. With host memory, return the option, or None."""
+    """Return the engines' `gpu_sharing` for the record: the option, else the default; with host memory, else None."""
     given: bool | None = values["gpu_sharing"]
     if given is not None or values["memory"] == "host":
         return given
@@ -265,7 +265,7 @@ def _one_setting(
     contestants: Sequence[Contestant],
     options: Options,
     setting: Setting,
-    connection: WorkerConnection | None,
+    machine: TargetMachine | None,
     console: Console,
     records: list[BenchRecord],
 ) -> None:
@@ -277,7 +277,7 @@ def _one_setting(
                 continue
             status.update(f"{setting.provider}: starting {contestant.name}")
             try:
-                pair = stack.enter_context(start(contestant, setting, connection))
+                pair = stack.enter_context(start(contestant, setting, machine))
             except BenchError as error:
                 if contestant.kind != "other":
                     raise
@@ -297,11 +297,9 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
     try:
         if options.reno:
             enter_namespace("reno")
-        connection = (
-            WorkerConnection(*parse_place(options.connect, default_host="127.0.0.1")) if options.connect else None
-        )
+        machine = TargetMachine(*parse_place(options.connect, default_host="127.0.0.1")) if options.connect else None
         for setting in options.settings:
-            _one_setting(contestants, options, setting, connection, progress, records)
+            _one_setting(contestants, options, setting, machine, progress, records)
     except (BenchError, NamespaceError, ValueError) as error:
         _fail(str(error))
     finally:
@@ -316,8 +314,8 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
         plot.draw(options.plot, records)
 
 
-def listener(host: str, port: int, tell: Callable[[str], object]) -> Listener:
-    """Return a server of targets, which calls `tell` with a line for each. Raises OSError if it cannot listen."""
+def listener(host: str, port: int, report: Callable[[str], object]) -> Listener:
+    """Return a server that runs targets and calls `report` with a line for each. Raises OSError if it cannot listen."""
 
     def command(kind: str, fields: dict[str, Any], host: str) -> list[str]:
         processor = sorted(os.sched_getaffinity(0))[-1]
@@ -330,7 +328,7 @@ def listener(host: str, port: int, tell: Callable[[str], object]) -> Listener:
         except aiote.AioteError as error:
             raise BenchError(str(error)) from error
 
-    return Listener(host, port, command, tell)
+    return Listener(host, port, command, report)
 
 
 def _listen(place: str) -> None:
@@ -355,24 +353,24 @@ def _one(op: str, values: dict[str, Any]) -> None:
         _measure([AIOTE], _options([op], values))
 
 
-def _beside_c(values: dict[str, Any]) -> None:
-    """End the command for options that the loops in plain C do not support."""
+def _require_host_memory(values: dict[str, Any]) -> None:
+    """End the command unless the memory is the host's: the loops in plain C move no other memory."""
     if values["memory"] != "host":
-        _fail(f"--memory {values['memory']}: the raw loops move host memory alone; measure aiote by itself", 2)
+        _fail(f"--memory {values['memory']}: the raw loops move only host memory; measure aiote without them", 2)
 
 
 def _raw(values: dict[str, Any]) -> None:
-    _beside_c(values)
+    _require_host_memory(values)
     if values["mode"] == "default":
-        _fail("--mode default is an engine's; the raw loops spin or sleep", 2)
+        _fail("--mode default is for engines only; the raw loops spin or sleep (event)", 2)
     _measure([RAW], _options([values["op"]], values))
 
 
 def _compare(values: dict[str, Any]) -> None:
-    _beside_c(values)
+    _require_host_memory(values)
     options = _options(values["ops"] or OPS, values)
     if values["mode"] == "default":
-        _fail("--mode default is an engine's; compare spinning with spinning, sleeping with sleeping", 2)
+        _fail("--mode default is for engines only; compare with --mode spin or event, so that all wait alike", 2)
     try:
         others = values["others"]
         contestants = [RAW, AIOTE, *(Contestant.others(others) if others is not None else ())]
@@ -385,7 +383,10 @@ def _compare(values: dict[str, Any]) -> None:
 def _add(
     name: str, text: str, act: Callable[[dict[str, Any]], None], without: Sequence[str], **defaults: object
 ) -> None:
-    """Add a command that calls `act` with the values of OPTIONS. The options in `without` keep their usual defaults."""
+    """Add a command that calls `act` with a value for each of OPTIONS.
+
+    The command does not offer the options in `without`; they have their usual defaults.
+    """
 
     def command(**given: Any) -> None:
         act({option: info.default for option, (_, info) in OPTIONS.items()} | given)
@@ -403,9 +404,9 @@ def _add(
 
 
 for _op, _text in {
-    "write": "Measure awaited writes, a coroutine for each that is outstanding.",
+    "write": "Measure writes; each outstanding write is awaited by a coroutine of its own.",
     "pages": "Measure paged writes that the target counts, one await for all pages of a request.",
-    "latency": "Measure round trips: a write that the other side's counter awaits, and one back.",
+    "latency": "Measure round trips: a write that the target awaits on a counter, and a write back.",
     "rate": "Measure small writes, each awaited by itself.",
     "read": "Measure awaited reads.",
     "send": "Measure messages.",
@@ -413,15 +414,15 @@ for _op, _text in {
     _add(_op, _text, partial(_one, _op), ("op", "ops", "others"))
 _add(
     "raw",
-    "Measure the same loop in plain C over the same provider: what there is to reach.",
+    "Measure the same loop in plain C over the same provider, as the limit for aiote.",
     _raw,
     ("ops", "loop", "progress", "gpu_sharing", "listen", "host", "others"),
 )
 _add(
     "compare",
-    """Measure aiote and the raw loops in turns, so that the ratio is of neighbours in time.
+    """Measure aiote and the raw loops in turns, so that each ratio compares runs that are next to each other in time.
 
-    Over verbs linux-rdma's perftest takes part where it is installed.
+    Over verbs, linux-rdma's perftest is measured, too, if it is installed.
     """,
     _compare,
     ("op", "gpu_sharing", "listen", "host"),

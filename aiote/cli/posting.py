@@ -42,7 +42,7 @@ def command(
     runs: Runs = 1000,
     json_file: Json = None,
 ) -> None:
-    """Measure the time to post a scatter to many peers, and pages to one: made anew, and prepared.
+    """Measure the time to post a scatter to many peers and pages to one peer: as a new request, and as a prepared one.
 
     All engines are in this process. Over null no bytes move, so that only aiote's own time remains.
     """
@@ -57,8 +57,8 @@ def command(
         _fail(str(error), 1)
     Console().print(_table(records))
     if json_file is not None:
-        told = {"machine": machine(), "records": [dataclasses.asdict(record) for record in records]}
-        json_file.write_text(json.dumps(told, indent=1) + "\n")
+        document = {"machine": machine(), "records": [dataclasses.asdict(record) for record in records]}
+        json_file.write_text(json.dumps(document, indent=1) + "\n")
     if any(record.verified is False for record in records):
         _fail("bytes are missing at a peer", 1)
 

@@ -4,14 +4,15 @@
 stream, and returns events and the bytes to send. It must not know sockets, clocks, rails or the meaning of a message to
 the engine: it does not answer a `Heartbeat` or obey a `Revoke`.
 
-Each direction has its own state, and the table below is complete: it says which messages may come in which state, and
-which state follows. After the handshake the same rows hold for sent and for received messages. A message that the table
-does not allow, a malformed message, a wrong tag and an over-long frame each raise `ControlError` once. The protocol is
-over then, and its last bytes tell the peer why. Call `data_to_send` after every call of another method, also after one
-that raised, write the bytes that it returns, and close when `is_over` is true.
+Each direction has its own state, and the two tables below are complete: they say which messages may come in which
+state, and which state follows. `SESSION` holds for sent and for received messages. A message that the tables do not
+allow, a malformed message, a wrong tag and an over-long frame each raise `ControlError` once. The protocol is over
+then, and its last bytes tell the peer why. Call `data_to_send` after every call of another method, also after one that
+raised, write the bytes that it returns, and close when `is_over` is true.
 
-On `HelloReceived` the acceptor's caller decides whether the handshake goes on: it calls `accept` or `refuse` (it also
-owns the tie-break of two engines that connect to each other at once). Until then no bytes may arrive.
+On `HelloReceived` the acceptor's caller decides whether the handshake goes on: it calls `accept` or `refuse`. (The
+caller also breaks the tie when two engines connect to each other at once.) Bytes that arrive before this call violate
+the protocol.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ class ControlProtocol:
         refusal, a violation or the end of the stream, every call raises ControlError.
         """
         if self._terminal:
-            raise ControlError(f"the control connection is over; the peer may say {self._state.value}")
+            raise ControlError(f"the control connection is over and expects {self._state.value}")
         events: list[Event] = []
         self._reader.feed(data)
         try:
@@ -287,7 +288,7 @@ class ControlProtocol:
         return events
 
     def receive_eof(self) -> None:
-        """Take the end of the stream; raises ControlError if it came within a frame or before the last message."""
+        """Process the end of the stream; raises ControlError if it came within a frame or before the last message."""
         if self._terminal:
             return
         awaited, pending = self._state, self._reader.pending
@@ -332,7 +333,7 @@ class ControlProtocol:
             case Welcome(), Initiator() as initiator:
                 session = initiator.receive_welcome(message)
                 # An acceptor whose Welcome is wrong is an impostor, so it gets no answer.
-                return self._refuse(session, aloud=False) if isinstance(session, Refused) else self._open(session)
+                return self._refuse(session, reply=False) if isinstance(session, Refused) else self._open(session)
             case Refused(), _:
                 self._handshake = None
                 return Refusal(_known(message.code), message.text, by_us=False)
@@ -355,8 +356,8 @@ class ControlProtocol:
         self._seal_in = Seal(session.key, 1 - self.role.value)
         return Authenticated(session.identity, session.incarnation, session.version)
 
-    def _refuse(self, refusal: Refused, *, aloud: bool = True) -> Refusal:
-        if aloud:
+    def _refuse(self, refusal: Refused, *, reply: bool = True) -> Refusal:
+        if reply:
             self._queue(refusal)
         self._handshake = None
         self._state = State.REFUSED
@@ -371,7 +372,7 @@ class ControlProtocol:
         """Enter the final state after a violation, and queue a last message if the peer can read one."""
         if self._seal_out is not None:
             if self._local_state is not State.ENDED:
-                self._queue(Failed(FAILED_PROTOCOL, f"the other side met a violation of the protocol: {text}"))
+                self._queue(Failed(FAILED_PROTOCOL, f"it received a message that violates the protocol: {text}"))
         elif self.role is Role.ACCEPTOR:
             self._queue(make_refusal(RefusalCode.MALFORMED, f"{text}; {RefusalCode.MALFORMED.sentence}"))
         self._local_state = State.ENDED

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: a token below 256 is that byte; the next two are the marks of beginning and end.
+"""A byte-level tokenizer: a token below 256 is that byte; the next two mark the beginning and the end.
 
 Every input has an encoding, and every encoding stands for one input, so that no text of a user fails here.
 """

@@ -41,9 +41,9 @@ _DTYPES = ("F64", "F32", "F16")
 # This gain makes attention pick few positions out of thousands. With scores of unit size it would average all
 # positions, and a wrong page would change no token.
 _QUERY_GAIN = 4.0
-# The logits are far enough apart that the greedy choice does not depend on rounding.
+# This gain sets the logits so far apart that the greedy choice does not depend on rounding.
 _HEAD_GAIN = 4.0
-# A seeded model knows no language. A head that favours small letters and the space at least makes its text readable.
+# A seeded model knows no language. A head that favours lower-case letters and the space makes its text look like words.
 _LIKELY = {**dict.fromkeys(range(32, 127), 0.55), **dict.fromkeys(b"abcdefghijklmnopqrstuvwxyz", 1.0), 32: 1.2}
 _UNLIKELY = 0.1
 
@@ -114,7 +114,7 @@ def _scale(name: str, config: ModelConfig) -> float:
 def inspect(path: Path) -> ModelConfig:
     """Read the sizes of the model in a safetensors file, without its tensors.
 
-    Raises DemoError if the file is missing or no safetensors file, or if its tensors differ from this module's table.
+    Raises DemoError if the file is missing or is not a safetensors file, or if its tensors differ from the table above.
     """
     with _open(path) as file:
         found: dict[str, tuple[int, ...]] = {}
@@ -138,7 +138,7 @@ def load(path: Path) -> Model:
 
 
 def save(model: Model, path: Path) -> None:
-    """Write a model to a safetensors file that `load` reads back to the same bits."""
+    """Write a model to a safetensors file that `load` reads back to the same bits. Raises DemoError."""
     _safetensors()
     from safetensors.numpy import save_file
 
@@ -152,7 +152,7 @@ def save(model: Model, path: Path) -> None:
 
 
 def fingerprint(model: Model) -> str:
-    """Return a short text that differs if the sizes or a weight of two models differ."""
+    """Return a checksum (CRC-32) of the sizes and weights, as eight hexadecimal digits."""
     value = zlib.crc32(repr(model.config).encode())
     for _, tensor in _named(model):
         value = zlib.crc32(np.ascontiguousarray(tensor).data, value)
@@ -216,7 +216,7 @@ def _config_of(path: Path, found: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         if found.get(name) != wanted.get(name):
             raise DemoError(
                 f"{path}: {name} is {_shape(found.get(name))}, expected {_shape(wanted.get(name))} "
-                f"(the sizes come from layers.0; the vocabulary is {VOCABULARY}: bytes and two marks)"
+                f"(the sizes come from layers.0; the vocabulary is {VOCABULARY}: bytes, a begin and an end token)"
             )
     return config
 

@@ -63,13 +63,13 @@ TRIES = 16
 
 
 class _EtcdRegistration(HeldRegistration):
-    """A registration with the number of the last written change (`sent`), the lease that holds it (0: none), the bell
+    """A registration with the number of the last written change (`sent`), the lease that holds it (0: none), the signal
     that wakes its task, and how often its key was missing.
     """
 
-    def __init__(self, member: Member, bell: LazySignal) -> None:
-        super().__init__(member, bell.wake_all)
-        self.bell = bell
+    def __init__(self, member: Member, signal: LazySignal) -> None:
+        super().__init__(member, signal.wake_all)
+        self.signal = signal
         self.sent = self.lease = 0
         self.ttl_s = 0.0
         self.missing = 0
@@ -78,7 +78,7 @@ class _EtcdRegistration(HeldRegistration):
         """Make the task write the key again, which is missing although the lease lives, such as after a deletion."""
         self.sent = 0
         self.missing += 1
-        self.bell.wake_all()
+        self.signal.wake_all()
 
 
 class EtcdRegistry:
@@ -327,7 +327,7 @@ class EtcdRegistry:
                 pause = RETRY_LEAST_S
                 with anyio.move_on_after(registration.ttl_s / 3):
                     while registration.sent == registration.number and not registration.lost:
-                        await registration.bell.wait()
+                        await registration.signal.wait()
             except EtcdError as error:
                 if error.permanent and not registration.taken:
                     registration.lose(str(error))

@@ -27,7 +27,7 @@ class HeldRegistration:
         self.leaving = False
         self.gone = anyio.Event()
         self._changed = changed
-        self._bell = LazySignal()
+        self._signal = LazySignal()
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
         """Replace the attributes; return when the registry has them. Raises as `Registration.update`."""
@@ -43,7 +43,7 @@ class HeldRegistration:
         """Wait until the registry has all changes so far. Raises RegistryError if the registration is lost."""
         number = self.number
         while self.taken < number and not self.lost:
-            await self._bell.wait()
+            await self._signal.wait()
         self.require_held()
 
     def require_held(self) -> None:
@@ -54,12 +54,12 @@ class HeldRegistration:
     def take(self, number: int) -> None:
         """Record that the registry has the change with this number."""
         self.taken = max(self.taken, min(number, self.number))
-        self._bell.wake_all()
+        self._signal.wake_all()
 
     def lose(self, reason: str) -> None:
         """Record why the registration is lost: another engine has the name, or this one is closed. The first stays."""
         self.lost = self.lost or reason
-        self._bell.wake_all()
+        self._signal.wake_all()
 
 
 AnyRegistration = TypeVar("AnyRegistration", bound=HeldRegistration)

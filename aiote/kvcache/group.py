@@ -75,7 +75,7 @@ class Worker(service.Service):
 
 
 class Group:
-    """The leader's view of a decode group: the addresses of its ranks. The leader may use the engine of a rank."""
+    """The leader's view of a decode group: the addresses of its ranks. `engine` may be the engine of one of them."""
 
     def __init__(self, engine: aiote.Engine, ranks: Sequence[Place]) -> None:
         self._engine = engine
@@ -87,7 +87,7 @@ class Group:
         """Make all ranks receive a request as `Consumer.receive` does; rows: one dict for each rank, or one for all.
 
         Raises the first rank's error once the request has ended on all ranks: TransferRefused, MappingError, CallError,
-        PeerError, UsageError. A retry needs another name. Cancelling first ends the request on all ranks.
+        PeerError, UsageError. A retry needs another `request`. Cancelling first ends the request on all ranks.
         """
         tokens = token_count(tokens)
         each = [rows] * len(self._ranks) if isinstance(rows, dict) else list(rows)

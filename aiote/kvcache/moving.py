@@ -145,13 +145,13 @@ class TransferStatistics:
 
 
 class TransferBatch:
-    """A request's transfers in flight toward one peer. `bell` rings when a transfer has failed or all are over."""
+    """A request's transfers in flight toward one peer. `signal` wakes when one has failed or all are over."""
 
     def __init__(
-        self, engine: aiote.Engine, peer: aiote.Peer, bell: LazySignal, traffic: TransferStatistics | None = None
+        self, engine: aiote.Engine, peer: aiote.Peer, signal: LazySignal, traffic: TransferStatistics | None = None
     ) -> None:
         self._engine, self._peer = engine, peer
-        self.bell = bell
+        self.signal = signal
         self._traffic = traffic
         self._counted = 0, 0
         self._failed: deque[aiote.Transfer] = deque()
@@ -163,7 +163,7 @@ class TransferBatch:
         if self._traffic is not None and not self._flight:
             before, self._counted = self._counted, (self._flight.landed, self._flight.landed_bytes)
             self._traffic.record_end(self._counted[0] - before[0], self._counted[1] - before[1])
-        self.bell.wake_all()
+        self.signal.wake_all()
 
     def end_if_idle(self) -> bool:
         """Return whether no transfer is in flight; if so, end the batch: the caller must not submit more."""

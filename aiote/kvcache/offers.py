@@ -55,7 +55,7 @@ class Offer:
         self.failures: list[str] = []
         self.computed_to = computed
         self.streams: dict[int, Any] = {}
-        self.bell = LazySignal()
+        self.signal = LazySignal()
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
         self._offers = offers
@@ -79,7 +79,7 @@ class Offer:
         self.streams[layer] = stream
         for push in self.pushes:
             push.todo.append(layer)
-        self.bell.wake_all()
+        self.signal.wake_all()
 
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
         """Call `computed` for layers as a watched value grows: `base` + n means that the first n layers are complete.
@@ -113,7 +113,7 @@ class Offer:
         self.stopped = self.stopped or reason
         for push in self.pushes:
             push.room.cancel()
-        self.bell.wake_all()
+        self.signal.wake_all()
 
     @property
     def awaited(self) -> bool:
@@ -128,15 +128,15 @@ class Offer:
         end = anyio.current_time() + max(offers.match_timeout, offers.renewal_limit)
         while self.awaited and not self.stopped:
             left = end - anyio.current_time()
-            # The bell also rings when a push ends.
+            # A push that ends wakes this, too.
             with anyio.move_on_after(left if self.pushes else min(offers.match_timeout, left)) as scope:
-                await self.bell.wait()
+                await self.signal.wait()
             if scope.cancelled_caught and (not self.pushes or anyio.current_time() >= end):
                 self.stop("expired")
 
     def renew(self) -> None:
         """Restart the wait of `match_timeout`."""
-        self.bell.wake_all()
+        self.signal.wake_all()
 
     async def __aenter__(self) -> Offer:
         self._offers.enter(self)
@@ -162,7 +162,7 @@ class Offer:
 
     async def _quiet(self) -> None:
         while self.active:
-            await self.bell.wait()
+            await self.signal.wait()
 
     # Called for readers.
 
@@ -181,7 +181,7 @@ class Offer:
             )
         self._came += 1
         self.active.add(reader)
-        self.bell.wake_all()
+        self.signal.wake_all()
 
     def remove_reader(self, reader: object, failure: str) -> None:
         """Record that a reader has ended, and why if it failed."""
@@ -189,7 +189,7 @@ class Offer:
         self._ended += 1
         if failure:
             self.failures.append(failure)
-        self.bell.wake_all()
+        self.signal.wake_all()
 
 
 def _bytes_of(value: Any) -> memoryview:
@@ -216,7 +216,7 @@ class Offers:
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
         self._queued: dict[str, float] = {}
-        self._bell = LazySignal()
+        self._signal = LazySignal()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -227,7 +227,7 @@ class Offers:
             raise aiote.UsageError(f"request {offer.request!r} is offered already; give each offer a name of its own")
         self._over.pop(offer.request, None)
         self._open[offer.request] = offer
-        self._bell.wake_all()
+        self._signal.wake_all()
 
     def remove(self, offer: Offer) -> None:
         """Remove an offer."""
@@ -240,12 +240,12 @@ class Offers:
         self._over[request] = reason
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
-        self._bell.wake_all()
+        self._signal.wake_all()
 
     def record_queued(self, requests: Iterable[str]) -> None:
         """Record all requests that wait in the program's queue."""
         self._queued = dict.fromkeys(requests, anyio.current_time())
-        self._bell.wake_all()
+        self._signal.wake_all()
 
     def renew(self, requests: Iterable[str]) -> None:
         """Restart `match_timeout` for those of the requests that are offered."""
@@ -261,7 +261,7 @@ class Offers:
                 raise TransferRefused(self._over[request])
             since = max(since, self._queued.get(request, since))
             with anyio.move_on_after(since + self.match_timeout - anyio.current_time()) as scope:
-                await self._bell.wait()
+                await self._signal.wait()
             if scope.cancelled_caught:
                 raise TransferRefused(
                     f"request {request!r} was not offered within {self.match_timeout} s (match_timeout)"
@@ -314,7 +314,7 @@ class Push:
                 if not self._batch.is_busy and not self._left:
                     return
                 if not self.todo:
-                    await self._batch.bell.wait()
+                    await self._batch.signal.wait()
         finally:
             self._offer.pushes.discard(self)
             if not self._batch.end_if_idle():

@@ -124,7 +124,7 @@ class Producer:
         """The number of requests that are offered and not over."""
         return len(self._offers)
 
-    # Its life.
+    # Opening and closing.
 
     async def __aenter__(self) -> Producer:
         self._traffic = TransferStatistics(current_loop().time)
@@ -139,7 +139,7 @@ class Producer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Stop all offers; return when no transfer reads from the memories any more."""
+        """Stop all offers; return when no transfer reads the memories any more."""
         self._offers.stop("the producer was closed")
         return await self._stack.__aexit__(kind, error, trace)
 
@@ -220,7 +220,7 @@ class Producer:
             )
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
         immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        batch = TransferBatch(self.engine, session.peer, offer.bell, self._traffic)
+        batch = TransferBatch(self.engine, session.peer, offer.signal, self._traffic)
         return Push(offer, moves, batch, rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
@@ -238,11 +238,11 @@ class Producer:
         self._pulls.add(reader)
         try:
             while not (offer.complete or offer.stopped):
-                await offer.bell.wait()
+                await offer.signal.wait()
             if not offer.stopped:
                 yield Pinned(offer.tokens, rows_to(offer.rows))
             while not (reader.finished or offer.stopped):
-                await offer.bell.wait()
+                await offer.signal.wait()
             if not reader.finished:
                 raise TransferRefused(offer.stopped)
         finally:
@@ -250,7 +250,10 @@ class Producer:
             offer.remove_reader(session, "" if reader.finished else offer.stopped or "it was cancelled")
 
     async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
-        """Yield every `interval` seconds the requests of a session that wait in a moving queue or are computed."""
+        """Yield every `interval` seconds the requests of a session that move on.
+
+        These wait in a queue that moves, or more of them was computed since the last time.
+        """
         own, seen = self._session(peer, session), dict[str, int]()
         if own.told:
             raise TransferRefused(f"session {session} has a reader of its progress already")
@@ -275,6 +278,6 @@ class Producer:
             if reader.session is own and own.peer is peer and reader.offer.request == request:
                 # Even a stopped offer keeps its pages until its readers have left.
                 reader.finished = True
-                reader.offer.bell.wake_all()
+                reader.offer.signal.wake_all()
                 return True
         return False

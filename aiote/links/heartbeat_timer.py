@@ -1,4 +1,4 @@
-"""One timer for all peers of an engine: it tells them that this engine lives, and finds those that fell silent."""
+"""One timer for all peers of an engine: it sends heartbeats to them, and finds those that fell silent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["EARLY", "HeartbeatTimer"]
 
 LEAST_S = 0.001
+"""The shortest sleep between two passes, in seconds."""
 EARLY = 0.25
 """Heartbeats that will be due within a quarter of their interval are sent together with one that is due."""
 
 
 class HeartbeatTimer:
-    """Calls each `beat` with the present time; it returns when it must be called again, at the latest.
+    """Calls beats. A beat does what is due for one peer at the given time, and returns when to call it again at the
+    latest.
 
-    When one beat is due, the timer looks at all of them, so the work of any number of peers falls on few moments. One
-    native pass over their pulses (`check_pulses`) skips the beats that have nothing to do; a beat without a pulse is
-    called each time. `tell` is called before each pass, so that peers that read it see it no later than a sent
-    heartbeat. Without beats there is no timer.
+    When one beat is due, the timer looks at all of them, so even many peers wake the event loop rarely. One native pass
+    over their pulses (`check_pulses`) skips the beats that have nothing to do; a beat without a pulse is called each
+    time. Before each pass, `tell` counts up the heartbeats that the peers on this host read in shared memory, so that
+    they see this one no later than a sent heartbeat. Without beats no task runs.
     """
 
     def __init__(self, loop: EventLoop, tell: Callable[[], object] | None = None) -> None:
@@ -89,7 +91,7 @@ class HeartbeatTimer:
             return math.inf
 
     def _call_afterwards(self, now: float) -> None:
-        """Call `afterwards`; if it fails it is not called again, and no peer is lost for that."""
+        """Call `afterwards`. If it fails, it is not called again, and the peers are unaffected."""
         try:
             if self.afterwards is not None:
                 self.afterwards(now)

@@ -1,10 +1,10 @@
 """One control connection, from its first byte to its last: authentication, joining of rails, liveness.
 
-After authentication both sides send an `EngineOffer`, open an endpoint for each pair of rails and tell it in a
-`Channel`. A side that has joined all its channels sends `Mapped`. A side that has received Mapped makes progress once
-more and sends `Ready`. A side that has received Ready may write. The step of progress is for shm, which both sides must
-map before any byte moves (see `greet` in the native peers). The initiator then sends an empty write to the other's
-scratch memory, which brings up connections that providers make lazily.
+After authentication both sides send an `EngineOffer`, open an endpoint for each pair of rails and describe it in a
+`Channel`. A side that has joined all its channels sends `Mapped`. A side that has received Mapped runs two rounds of
+progress and sends `Ready`. A side that has received Ready may write. The rounds are for shm: both sides must map it
+before any byte moves (see `greet` in `aiote_native.channels`). The initiator then sends over each channel an empty
+write to the acceptor's scratch memory. This brings up connections that providers make lazily.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ T = TypeVar("T")
 
 
 class SessionOver(Exception):
-    """The connection ended before the peer was connected. The text says why; `busy` means that another connection
-    serves the pair; `kind` is the error for the caller that wanted the connection.
+    """The session has ended or has to end. The text says why; `busy` means that another connection serves the pair;
+    `kind` is the error for a caller that still waits for the peer to be connected.
     """
 
     def __init__(self, reason: str, *, busy: bool = False, kind: type[PeerError] = PeerError) -> None:
@@ -96,11 +96,11 @@ class SessionHost(Protocol):
         incarnation: int,
         role: Role,
     ) -> Connection:
-        """Make an authenticated session the only one of its pair. Raises SessionOver, busy, if another one is."""
+        """Make an authenticated session the only one of its pair. Raises a busy SessionOver if another session is."""
 
 
 class Session:
-    """The conversation on one stream. `run` is the whole life of a task."""
+    """The conversation on one stream. `run` is the body of its task, from the first byte to the last."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Session:
 
     @contextmanager
     def _losing_on_error(self) -> Iterator[None]:
-        """Lose the peer for any exception within: no other code could, and a half-working peer would stay."""
+        """Lose the peer if the block raises anything: no other code does that, and the peer would stay half working."""
         try:
             yield
         except SessionOver as over:
@@ -200,12 +200,12 @@ class Session:
             self._control.end(reason)
 
     def end(self, reason: str) -> None:
-        """End the conversation from outside: `run` then ends by itself."""
+        """End the conversation from outside; `run` ends soon afterwards."""
         self._verdict = self._verdict or SessionOver(reason)
         self._control.end(reason)
 
     def supersede(self) -> None:
-        """Give way to another connection between the two engines, and tell the other side that this is why."""
+        """End in favour of another connection between the two engines, and tell the peer so."""
         self._control.send(Bye(BUSY))
         self._verdict = SessionOver(BUSY, busy=True)
         self._control.end(BUSY)
@@ -252,7 +252,7 @@ class Session:
                 self._revoking.discard(lease)
                 self._given_back.set()
             case Bye():
-                raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason in (BUSY, ALIVE))
+                raise SessionOver(f"it closed the connection: {item.reason}", busy=item.reason in (BUSY, ALIVE))
             case Failed():
                 raise SessionOver(f"it gave up: {item.text}", kind=PeerRefusedError)
             case _:
@@ -260,7 +260,7 @@ class Session:
 
     def _on_channel_message(self, message: ChannelMessage) -> None:
         if self.channels is None:
-            raise SessionOver("it sent a message about failover, but this connection has none")
+            raise SessionOver("it sent a failover message, but no rail of this connection fails over")
         try:
             self.channels.receive(message)
         except FailoverError as error:
@@ -271,7 +271,7 @@ class Session:
         return self.channels is not None and self.channels.release(transfer)
 
     def notice(self, link: PeerLink) -> None:
-        """Handle the notices of the native core about the channels of a link."""
+        """Handle what the native core has reported about the channels of a link."""
         with self._losing_on_error():
             for number, errnum in link.notices():
                 if self.channels is not None and self.connection is not None and not self.connection.lost:
@@ -333,7 +333,8 @@ class Session:
         for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
             if not least <= number <= most:
                 raise SessionOver(
-                    f"it offers {offer.pool} messages of {offer.message_bytes} bytes, which no aiote accepts"
+                    f"it offers {offer.pool} messages of {offer.message_bytes} bytes; expected "
+                    f"{MESSAGE_POOL[0]} to {MESSAGE_POOL[1]} messages of {MESSAGE_BYTES[0]} to {MESSAGE_BYTES[1]} bytes"
                 )
         if not pools_fit(config.message_pool, config.message_bytes, offer.pool, offer.message_bytes):
             raise SessionOver(
@@ -349,11 +350,11 @@ class Session:
         return offer
 
     async def _join_channels(self, connection: Connection, offer: EngineOffer) -> PeerLink:
-        """Open, tell, hear and join the channels, then greet on both sides; return the link, which may be written."""
+        """Open our channels, describe them to the peer, and join each to the peer's; return the usable link."""
         runtime = self._runtime
         pairs = pair(runtime, connection, offer, self._role, self._joining.full)
         self._tell_full(connection, offer)
-        # From here on each revocation must be sent on its own.
+        # From here on `revoke` must send each revocation.
         self._void_leases_sent = True
         for low, high in self._host.void_leases(connection.key):
             self._control.send(Revoke(0, low, high))
@@ -362,8 +363,8 @@ class Session:
         self._joining.release_reserved()
         link = self._link = runtime.core.add_peer(self)
         runtime.admit_source(connection.key, link)
-        # With several channels, losing one does not lose the peer; nor does losing the only one if one failed request
-        # costs it (`fragile`). But shared memory, which fails only with its process or for a lie, is never mapped anew.
+        # With several channels, losing one does not lose the peer; nor does it where a failed request breaks the only
+        # one (`fragile`). Shared memory is never mapped again: it fails if the peer ends or writes invalid contents.
         traits = [runtime.rail_set.rails[mine].traits for mine, _ in pairs]
         survivable = (len(pairs) > 1 or traits[0].fragile) and not any(one.host_only for one in traits)
         link.expect(len(pairs), runtime.config.schedule == "round-robin", survivable)
@@ -391,18 +392,20 @@ class Session:
         return link
 
     def _tell_full(self, connection: Connection, offer: EngineOffer) -> None:
-        """Emit an event for each NIC, ours or the peer's, without an endpoint left: a slower rail serves the peer."""
+        """Emit an event for each NIC, ours or the peer's, that has no endpoint left: a slower rail serves the peer."""
         for number in self._joining.full:
             rail = self._runtime.rail_name(number)
             reason = "the NIC has no endpoint left for it (aiote doctor names the limit)"
             self._runtime.events.emit("rail.full", peer=connection.name, rail=rail, reason=reason)
         for theirs in offer.rails:
             if theirs.wire == FULL:
-                reason = "that NIC of the peer's has no endpoint left for us"
+                reason = "the peer's NIC has no endpoint left for this engine"
                 self._runtime.events.emit("rail.full", peer=connection.name, rail=theirs.name, reason=reason)
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
-        """Wait until the peer starts no request through a lease and has none in flight, or its channels are closed."""
+        """Make a lease void for the peer: send a Revoke, and return when no request of the peer through the lease is in
+        flight or can start, or its channels are closed. Loses the peer after `drain_timeout`.
+        """
         if not self._void_leases_sent:
             # The peer is told of all void leases before the first channel is opened; this lease is among them.
             return
@@ -410,7 +413,7 @@ class Session:
         self._revoking.add(lease)
         self._control.send(Revoke(lease, low, high))
         if not await aio.run_within(limit, lambda: self._wait_given_back(lease)):
-            reason = f"it did not give a lease back within {limit} s"
+            reason = f"it did not confirm the revocation of a lease within {limit} s"
             if self.connection is not None and self.connection.connected:
                 self.connection.lose(reason)
             else:
@@ -422,7 +425,7 @@ class Session:
             await self._given_back.wait()
 
     async def _probe(self, connection: Connection, link: PeerLink, channels: int) -> None:
-        """Send empty writes that bring up lazy connections; a provider may never report that the peer is absent."""
+        """Send empty writes that bring up lazy connections. `_on_end` ends them: providers may miss the peer's end."""
         self._probing = True
         try:
             for probe in [connection.probe(link, number) for number in range(channels)]:
@@ -435,21 +438,21 @@ class Session:
             self._probing = False
 
     def data_failed(self, link: PeerLink) -> None:
-        """Record that a link has failed."""
+        """Lose the peer because its link has failed."""
         rail = self._runtime.rail_name(link.failed_rail)
         where = f" on rail {rail}" if rail else ""
         if link.failed == errno.ENOTCONN and rail and self._runtime.rail_set.rails[link.failed_rail].traits.host_only:
-            # The peer has shut its gate, which is seen before its last message is heard.
+            # The peer has closed its gate in shared memory (gates.pyx). That is visible before its Bye arrives.
             self.link_failed(f"it has closed its end of the data connection{where}")
         else:
             self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
 
     def link_failed(self, reason: str) -> None:
-        """Record that the data path is gone."""
+        """Lose the peer because the data path is gone."""
         self._give_up(reason)
 
     async def _serve(self) -> None:
-        """Mark the peer as connected and serve its connection until that ends; the peer is lost then, in any case."""
+        """Mark the peer as connected, serve its connection until it ends, and then lose the peer in any case."""
         connection = self.connection
         assert connection is not None
         try:
@@ -488,6 +491,7 @@ class Session:
 
 
 KEY_CODES = {RefusalCode.KEY_REQUIRED, RefusalCode.KEY_UNEXPECTED, RefusalCode.WRONG_KEY}
+# A Bye carries these two texts, and the receiver compares them: changing one breaks older peers.
 BUSY = "another connection between these two engines serves"
 ALIVE = "an earlier life of this engine is connected, and has not fallen silent"
 GAVE_UP = 2  # the code of a Failed that tells why no connection was made

@@ -22,7 +22,7 @@ from .device import Launcher, open_launcher
 from .device_round import DeviceLane
 from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, NOWHERE, Meeting, MoeService, service_of, within_reach
 from .lane import Lane
-from .leaving import see_off
+from .leaving import handle_departure
 from .memory import RankMemory
 from .posting import LeasedInbox, Posting, groups_alone
 from .round import Round
@@ -273,7 +273,7 @@ class MoeGroup:
     async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
         if self._is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
-            await see_off(self, self._lanes, self._client, rank, rounds)
+            await handle_departure(self, self._lanes, self._client, rank, rounds)
 
     async def reached(self, rank: int, epoch: int, lane: int, caller: aiote.Peer) -> tuple[int, int]:
         """Return how far a lane is, as `MoeService.reached`; NOWHERE to any engine but that rank's."""

@@ -20,14 +20,17 @@ Level = Literal["wrong", "hint"]
 MIB = 1 << 20
 GIB = 1 << 30
 LITTLE_LOCKED = 64 * MIB
-"""Bytes. Systems allow 64 KiB or 8 MiB by default; a higher limit was set on purpose."""
+"""Bytes. A lower limit is a system's default (64 KiB or 8 MiB) and is wrong; a higher one was set on purpose."""
 SHM_OF_A_PEER = 16 * MIB
 SHM_WANTED = GIB
+"""Less than this in /dev/shm yields a hint."""
 SHM_NEEDED = 8 * SHM_OF_A_PEER
-"""Room for one process on each of eight GPUs. Docker gives 64 MiB."""
+"""Less than this is wrong: it is the room for one process on each of eight GPUs. Docker gives 64 MiB."""
 
 DMA_BUF = (5, 12)
+"""The first Linux release that registers GPU memory by DMA-BUF."""
 NVIDIA = 0x10DE
+"""PCI vendor ID."""
 
 # Kernel driver of the device below an RDMA device -> name of its user-space library, as in rdma-core's `providers`.
 LIBRARIES = {
@@ -54,8 +57,9 @@ LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A statement `what` on the subject `about`: "wrong" (it is there and does not work) or a "hint"; `mend` is a
-    command.
+    """`what` is stated about the subject `about`; `mend` is a shell command that helps.
+
+    level: "wrong" if the subject is present and does not work, else "hint".
     """
 
     level: Level
@@ -76,7 +80,7 @@ def _no_device(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "hint",
             "RDMA",
-            "there is no RDMA device; local, socket, tcp and shm work without, and this command makes one in software",
+            "there is no RDMA device; local, socket, tcp and shm need none, and this command adds one in software",
             command,
         )
 
@@ -119,13 +123,13 @@ def _locked_memory(facts: Facts) -> Iterator[Finding]:
 
 def _libfabric(facts: Facts) -> Iterator[Finding]:
     if facts.libfabric_error:
-        # aiote takes a path that the user gave as it is, so that it would ignore a newly installed library.
+        # aiote opens only the path that the user gave, so it would ignore a newly installed library.
         mend = "unset AIOTE_LIBFABRIC" if facts.library else 'pip install "aiote[libfabric]"'
         yield Finding("wrong", "libfabric.so.1", facts.libfabric_error, mend)
 
 
 def _efa(facts: Facts) -> Iterator[Finding]:
-    """Yield whether EFA's NICs can be used, and why not. Users also have to know that `auto` does not choose them."""
+    """Yield why EFA's NICs cannot be used, or that they can be, though `auto` does not choose them."""
     if facts.efa_error:
         yield Finding("wrong", "EFA", facts.efa_error, "fi_info -p efa -t FI_EP_RDM")
     elif facts.efa:
@@ -231,9 +235,9 @@ def _gpu_memory(facts: Facts) -> Iterator[Finding]:
             f"Linux {release} cannot register GPU memory by DMA-BUF; 5.12 and later can",
             "apt-get install linux-image-amd64 && reboot",
         )
-    # Only the open form of NVIDIA's kernel driver exports DMA-BUFs.
+    # NVIDIA's open kernel modules export DMA-BUFs, the proprietary ones do not.
     if NVIDIA in facts.gpus and facts.peermem is False and (old or facts.nvidia_open is False):
-        why = f"Linux is older than {DMA_BUF[0]}.{DMA_BUF[1]}" if old else "NVIDIA's closed driver exports none"
+        why = f"Linux is older than {DMA_BUF[0]}.{DMA_BUF[1]}" if old else "NVIDIA's proprietary driver exports none"
         what = f"nvidia_peermem is not loaded, and there is no DMA-BUF ({why}): NICs cannot reach GPU memory"
         yield Finding("wrong", "GPU memory", what, "modprobe nvidia_peermem")
 

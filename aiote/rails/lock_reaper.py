@@ -1,17 +1,18 @@
 """Release the locks that a killed or stopped process held, for `shm` of libfabric before 2.0.
 
-Both sides of a pair take a spin lock that lies in shared memory. A process that is killed with -9 while it holds one
-never releases it. A process that is stopped (SIGSTOP, a frozen container) does not release it before it continues. The
-other side would spin inside the library meanwhile, and its event loop with it. This happened in 28 of 1000 stops under
-load.
+Each endpoint has a spin lock in shared memory, and both sides of a pair take it. A process that is killed with -9
+while it holds a lock never releases it. A process that is stopped (SIGSTOP, a frozen container) does not release it
+before it continues. Meanwhile the other side spins inside the library and blocks its event loop. This happened in 28 of
+1000 stops under load.
 
 So a thread waits for the death of each peer's process (a pidfd), and then releases the two locks of this pair of
 endpoints. From then on only this process takes them. If this process itself holds one at that moment, releasing it
-twice does no harm. Before the thread releases the locks, it takes back a write that the peer posted only in half
-(`SpinLock.drop_half`).
+twice does no harm. A write is two commands. If the peer has posted only the first, the thread removes it before it
+releases the locks (`SpinLock.drop_half`).
 
-The kernel does not report a stop. So the thread polls the locks. It releases a lock after `limit`, and fails the peer,
-if every look found the lock held, the peer's process used no processor time and the engine did no round.
+The kernel does not report a stop. So the thread polls the locks. If for `limit` seconds every look finds the same locks
+held, the peer's process uses no processor time and the engine does no round, the thread releases both locks and fails
+the peer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["LockReaper"]
 SCHEME = "fi_shm://"
 LOOKS = 8
 """How many looks within the limit must find a lock held. A running process takes locks often and holds them briefly."""
-SETTLED_S = 0.01
+STUCK_S = 0.01
 """How many seconds our lock must stay held, with no command read, before the dead peer counts as its holder."""
 
 
@@ -51,8 +52,8 @@ class WatchedPeer:
     since: float = 0.0
     looks: int = 0
 
-    def stands(self, now: float, rounds: int, limit: float) -> bool:
-        """Look at the locks; tell whether one was held for `limit` seconds without progress of peer or engine."""
+    def is_stuck(self, now: float, rounds: int, limit: float) -> bool:
+        """Look at the locks; return whether one was held for `limit` seconds without progress of peer or engine."""
         held = self.locks[0].held, self.locks[1].held
         seen = (*held, processor_ticks(self.process) if any(held) else None, rounds)
         if not any(held) or seen != self.seen:
@@ -62,15 +63,15 @@ class WatchedPeer:
         return self.looks >= LOOKS and now - self.since >= limit
 
     def release(self) -> None:
-        """Take back a write that the peer posted to this process only in half, and release both locks."""
+        """Remove a write that the peer has only half posted to this process, and release both locks."""
         own = self.locks[0]
-        read, end = own.commands_read, time.monotonic() + SETTLED_S
-        # If this process holds the lock, it soon releases it, and the peer has left no half of a write.
+        read, end = own.commands_read, time.monotonic() + STUCK_S
+        # If this process holds the lock, it soon releases it, and the peer has half posted no write.
         while own.held and own.commands_read == read:
             if time.monotonic() > end:
                 own.drop_half()
                 break
-            time.sleep(SETTLED_S / LOOKS)
+            time.sleep(STUCK_S / LOOKS)
         for lock in self.locks:
             lock.release()
 
@@ -81,8 +82,8 @@ class WatchedPeer:
 class LockReaper:
     """The shm peers of one engine, and the thread that watches their processes. The first peer starts the thread.
 
-    `rounds` returns how many rounds the engine has done; a peer that holds a lock without progress is failed after
-    `limit` seconds.
+    `rounds` returns how many rounds of progress the engine has done. After `limit` seconds in which a lock is held
+    without progress, the peer is failed.
     """
 
     def __init__(self, rounds: Callable[[], int], limit: float) -> None:
@@ -106,8 +107,8 @@ class LockReaper:
             ]
             pidfd = os.pidfd_open(process)
         except (OSError, ValueError):
-            # Another layout, another namespace, an old kernel, or a dead peer: the control connection reports that
-            # death.
+            # The file has another layout, the peer's process is in another namespace, the kernel has no pidfds, or the
+            # peer is dead, which its control connection reports.
             return
         with self._lock:
             for watched in [watched for watched in self._watched if watched.link.closed]:
@@ -120,8 +121,8 @@ class LockReaper:
                 try:
                     self._thread.start()
                 except RuntimeError:
-                    # The system has no thread left. The next peer tries again, and its thread then watches this peer,
-                    # too.
+                    # The system has no thread left. Adding the next peer tries again, and the thread then watches this
+                    # peer, too.
                     self._thread = None
                     os.close(self._wake)
                     return
@@ -171,11 +172,12 @@ class LockReaper:
 
     def _look(self, peers: Iterable[WatchedPeer]) -> None:
         now, rounds = time.monotonic(), self._rounds()
-        standing = [one for one in peers if not one.link.closed and one.stands(now, rounds, self._limit)]
-        for watched in standing:
+        stuck = [one for one in peers if not one.link.closed and one.is_stuck(now, rounds, self._limit)]
+        for watched in stuck:
             watched.release()
-        for watched in standing:
-            # A thread for each, because a call that spins for another of these peers may hold the engine's lock.
+        for watched in stuck:
+            # Fail each peer on a thread of its own: `fail` waits for the engine's lock, and a call that spins on
+            # another of these peers may hold that lock.
             try:
                 threading.Thread(target=watched.link.fail, args=(errno.ETIMEDOUT,), daemon=True).start()
             except RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ def load_verbs() -> None:
         load()
     except ImportError as error:
         raise FabricError(
-            2,
+            errno.ENOENT,
             f"libibverbs cannot be opened: {error}; on Debian: apt-get install libibverbs1 ibverbs-providers",
             operation="load libibverbs",
         ) from error
@@ -55,7 +56,7 @@ class VerbsRail:
 
     @functools.cached_property
     def nic(self) -> Nic | None:
-        """The device as sysfs describes it, read once when it is first needed; None if sysfs has none of that name."""
+        """The device as sysfs describes it, read once when first needed; None if sysfs has no device of that name."""
         # A local import keeps `import aiote` fast.
         from .sysfs import read_nic
 
@@ -75,7 +76,7 @@ class VerbsRail:
 
     def open_endpoint(self) -> VerbsEndpoint:
         if not self.device.attributes["up"]:
-            raise FabricError(100, "the port is down", operation="open endpoint", rail=self.name)
+            raise FabricError(errno.ENETDOWN, "the port is down", operation="open endpoint", rail=self.name)
         try:
             return VerbsEndpoint(self.device)
         except StatusError as error:

@@ -34,7 +34,7 @@ class LazySignal:
             self._signal.set()
 
     async def wait(self) -> None:
-        """Sleep until the next ring; then the caller checks its condition again. Cancelling the wait loses nothing."""
+        """Sleep until the next `wake_all`; the caller then checks its condition again. Cancelling loses no wake-up."""
         if self._signal is None:
             self._signal = Signal(current_loop())
         await self._signal.wait()

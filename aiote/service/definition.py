@@ -95,7 +95,7 @@ class Method:
         self.stream = get_origin(result) in STREAMS
         if self.stream:
             result = get_args(result)[0]
-        # Small filled arrays follow the result in the End frame.
+        # In the End frame, the result is followed by the filled arrays that were too small to lend memory for.
         kind = tuple[result, list[numpy.ndarray[Any, Any]]] if self.outs else result  # type: ignore[valid-type]
         if self.stream and self.outs:
             raise UsageError(

@@ -31,7 +31,7 @@ Ended: TypeAlias = Callable[[Exception | None], object]
 class IncomingStream(UnderWay):
     """A stream in flight: the items that have arrived, in any order, and how many of them the reader has taken.
 
-    Items are decoded on arrival, so that no item keeps a place in lent memory for which other calls of this peer wait.
+    Items are decoded on arrival, so that an unread item occupies no lent memory that other calls to this peer need.
     """
 
     __slots__ = (
@@ -60,14 +60,14 @@ class IncomingStream(UnderWay):
         self._damage: RemoteError | None = None
 
     def receive_end(self, end: End | None, reason: str) -> None:
-        """Take the end. Every item before it has arrived."""
+        """Process the end: `end`, before which every item has arrived, or the `reason` why the peer is lost."""
         self.end, self.reason = end, reason
         if self.abandoned and end is not None:
             self.link.free_pieces(end.pieces)
         self._wake()
 
     def items(self, frame: Items) -> None:
-        """Take items. Raises ValueError if they violate the protocol or exceed the limits of the stream."""
+        """Process a frame. Raises ValueError if its items violate the protocol or exceed the limits of the stream."""
         limits = self.link.endpoint.limits
         last = frame.first + len(frame.bodies)
         # An abandoned stream has no reader, so count arrived items as taken. The server receives the Cancel soon.
@@ -89,7 +89,7 @@ class IncomingStream(UnderWay):
         sizes = [len(body) + pieces for body in frame.bodies]
         self._unread += sum(sizes)
         self._largest = max(self._largest, *sizes)
-        # While below the limit, the server sends one more item of any size. So the largest item does not count.
+        # A server that is below the limit sends one more item, of any size. So the largest item does not count.
         if self._unread - self._largest > limit:
             raise ValueError(f"the server sent {self._unread} unread bytes of a stream, over the limit of stream_bytes")
         kept: list[Any] = []
@@ -109,7 +109,7 @@ class IncomingStream(UnderWay):
         self._wake()
 
     def _charge(self, nbytes: int) -> None:
-        """Count the objects of an item until it is read. Raises ValueError if the unread items have too many."""
+        """Count the bytes of an item's Python objects until it is read. Raises ValueError if they exceed the limit."""
         if self._unfolded + nbytes > UNFOLDING * self.link.endpoint.limits.message_bytes:
             raise ValueError(
                 f"unread items would take about {self._unfolded + nbytes} bytes as Python objects, over the limit"
@@ -123,7 +123,7 @@ class IncomingStream(UnderWay):
             self.link.endpoint.wake(self._waiter)
 
     def listen(self, hear: Hear, ended: Ended) -> None:
-        """Call `hear` with each item, those that have arrived as well, and `ended` at the end; see `Stream.listen`."""
+        """Call `hear` with each item, including those already here, and `ended` at the end; see `Stream.listen`."""
         self._listener = hear, ended
         self._tell(hear, ended)
 
@@ -156,8 +156,8 @@ class IncomingStream(UnderWay):
         self._taken += 1
         self._unread -= size
         self._unfolded -= unfolded
-        # Send a Credit after half of the items that the server may be ahead, or when no item is left: the server's own
-        # limit may be lower.
+        # Send a Credit when half of `stream_items` was taken, or no item is left: the server's own limit may be lower,
+        # so that it waits earlier.
         if self.end is None and (self._taken - self._told >= self._half or not self._ready):
             self._told = self._taken
             self.link.post_frame(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
@@ -202,9 +202,9 @@ class Stream(AsyncIterator[Any]):
     def __init__(
         self,
         start: Callable[[list[Address]], Awaitable[IncomingStream]],
-        again: Callable[[CallError, int, Link | None, list[Address]], bool],
+        may_repeat: Callable[[CallError, int, Link | None, list[Address]], bool],
     ) -> None:
-        self._start, self._again = start, again
+        self._start, self._may_repeat = start, may_repeat
         self._incoming: IncomingStream | None = None
         self._over = self._reading = self._listened = False
 
@@ -223,7 +223,7 @@ class Stream(AsyncIterator[Any]):
             self._reading = False
 
     async def _first(self) -> Any:
-        """Begin the call and return the first item; begin again, perhaps at another member, if `_again` allows it."""
+        """Begin the call and return the first item; repeat a failed call, perhaps at another member, if permitted."""
         avoid: list[Address] = []
         for attempt in itertools.count(1):
             self._incoming = None
@@ -232,17 +232,17 @@ class Stream(AsyncIterator[Any]):
                 return await self._incoming.next()
             except CallError as error:
                 link = None if self._incoming is None else self._incoming.link
-                if not self._again(error, attempt, link, avoid):
+                if not self._may_repeat(error, attempt, link, avoid):
                     raise
         raise AssertionError
 
     async def listen(self, hear: Hear, ended: Ended) -> None:
-        """Begin the call and have functions called instead of reading the stream; return when the call is sent.
+        """Begin the call, and pass its items to functions instead of a reader; return when the call is sent.
 
         `hear` is called with each item. `ended` is called once, when the method has ended at the server or the peer is
         lost: with None, or with the error that reading would have raised. Both are called in callbacks of the event
         loop, outside of any task, and must not raise. The caller need not keep a reference to the stream; `close`
-        cancels it. Raises CallError if the call did not run. Cancelling the wait sends nothing.
+        cancels it. Raises CallError if the call did not run. If the wait is cancelled, no call is sent.
         """
         if self._over or self._reading or self._incoming is not None:
             raise UsageError("listen: the stream was begun already; call it on a new stream")
@@ -268,7 +268,7 @@ class Stream(AsyncIterator[Any]):
             await self._incoming.wait_ended()
 
     def __del__(self) -> None:
-        # This may run in any thread and between any two steps, so leave it to the loop's next turn.
+        # This may run in any thread and between any two bytecodes, so let the loop cancel the stream in its next turn.
         if self._incoming is not None and not (self._over or self._listened):
             with suppress(RuntimeError):
                 self._incoming.link.endpoint.loop.call_from_thread(self._incoming.abandon)

@@ -77,8 +77,9 @@ class Messages(AsyncIterator[Message]):
 class Inbox:
     """The messages of all peers.
 
-    Messages stay in their peer's pool until a receiver takes them, which is the back-pressure on senders. Lost peers
-    cannot wait, so their messages are kept up to the limits above; `dropped` counts the messages beyond these limits.
+    Messages stay in their peer's pool until a receiver takes them; a full pool is the back-pressure on the sender. The
+    pool of a lost peer is freed, so its messages are copied and kept up to the limits above; `dropped` counts the
+    messages beyond these limits.
     """
 
     def __init__(self, loop: EventLoop, core: Core) -> None:
@@ -117,7 +118,7 @@ class Inbox:
         self.wake_receivers()
 
     def add_counts(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the core's counts, with the messages of lost peers added, kept and dropped; the core lacks these."""
+        """Return the core's counts plus what the core does not know: the kept and dropped messages of lost peers."""
         return {**counts, "inbox": counts["inbox"] + self.departed_messages, "dropped": self.dropped}
 
     @property
@@ -126,7 +127,7 @@ class Inbox:
         return sum(map(len, tuple(self._departed)))
 
     def take_message(self) -> Message | None:
-        """Take one message, from the peers in turn; None when there is none."""
+        """Take one message, first of the lost peers, then of the others in turn; None when there is none."""
         found = self._take(None)
         return None if found is None else Message(*found)
 
@@ -158,7 +159,8 @@ class Inbox:
                 return peer.peer, data
         self._early = self._core.inbox > 0
         if self._early:
-            # Do not keep calling the listener for messages that cannot be taken yet; `wake_receivers` checks that.
+            # These messages cannot be taken yet, so the core must not call the listener for them. `receivers` calls it
+            # when they can be taken.
             self._core.on_messages = None
         return None
 
@@ -195,12 +197,15 @@ class Inbox:
         return message.source, data
 
     def wake_receivers(self) -> None:
-        """Wake as many receivers as there are messages."""
+        """Wake as many receivers as there are messages, and the listener, if any."""
         for waiter in self.receivers():
             wake(waiter)
 
     def receivers(self) -> list[Waiter]:
-        """Return as many waiting receivers as there are messages; the caller wakes them."""
+        """Schedule the listener, if any, and return the receivers that the caller has to wake.
+
+        These are as many as there are messages, and those that wait for one peer that has a message or is lost.
+        """
         woken: list[Waiter] = []
         ready = self._core.inbox
         if self._early:
@@ -217,7 +222,7 @@ class Inbox:
         return woken
 
     def listen(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
-        """Call `listener` in the event loop whenever messages may be taken, and `over` at the end of the engine.
+        """Call `listener` in the event loop whenever messages may be taken, and `over` when the engine is closed.
 
         Returns a function that stops these calls. There is one listener, which takes all messages; raises UsageError
         for a second one.

@@ -13,12 +13,13 @@ cdef extern from *:
     void aiote_pause(long) noexcept nogil
 
 cdef enum:
-    DISABLE_TIMING = 2
-    LEGACY = 1
+    DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+    LEGACY = 1          # CU_STREAM_LEGACY, the default stream
     PAUSE_NS = 50_000
 
 
 cdef int ask(void* context, void* event) noexcept nogil:
+    """Query an event in a context; return 0 if it is over, NOT_READY, or the driver's code."""
     cdef int mode
     cdef int code = enter(context, &mode)
     if code == 0:
@@ -59,9 +60,10 @@ cdef int await_end(void* context, void* event) noexcept nogil:
 
 
 def copy_bytes(uint64_t to, uint64_t source, size_t nbytes, uint64_t gpu) -> None:
-    """Copy `nbytes` bytes after the kernels of the default stream of the GPU that has the memory at address `gpu`.
+    """Copy `nbytes` bytes on the default stream of a GPU, so behind the kernels that this stream already has.
 
-    One of the two memories is that GPU's. Waits for the end without the GIL; the caller keeps both memories until then.
+    `gpu` is any address in that GPU's memory, as is `to` or `source`. Waits for the end without the GIL; the caller
+    keeps both memories until then.
     Raises StatusError.
     """
     cdef int device = device_of(gpu)

@@ -16,12 +16,12 @@ cdef enum:
     FUNCTIONS = 26
     OLDEST = 12000  # the driver of CUDA 12.0 (R525)
     RELAXED = 2     # CU_STREAM_CAPTURE_MODE_RELAXED
-    POINTER_CONTEXT = 1
-    POINTER_DEVICE = 9
+    POINTER_CONTEXT = 1  # CU_POINTER_ATTRIBUTE_CONTEXT
+    POINTER_DEVICE = 9   # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 cdef extern from * nogil:
     """
-    /* In the order of Symbols. */
+    /* In the order of the members of Symbols (driver.pxd), which `load` fills as an array. */
     static const char* const aiote_cuda_names[] = {
         "cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString", "cuPointerGetAttribute",
         "cuDevicePrimaryCtxGetState", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
@@ -39,7 +39,7 @@ cdef void* opened = NULL
 
 
 def load(str path="libcuda.so.1") -> None:
-    """Open the driver for the life of the process, unless it is open. Raises StatusError that says what is missing."""
+    """Open the driver until the process ends; idempotent. Raises StatusError that says what is missing."""
     global cuda, loaded, opened
     cdef Symbols table
     cdef void** function = <void**> &table

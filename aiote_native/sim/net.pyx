@@ -137,6 +137,7 @@ cdef Memory* find_memory(Net* net, uint64_t key) noexcept nogil:
 
 
 cdef inline void mix(Net* net, uint64_t value) noexcept nogil:
+    """Mix a value into the digest: a step of FNV-1a with 64-bit values, and a shift that spreads the high bits."""
     net.digest = (net.digest ^ value) * 0x100000001B3ULL
     net.digest ^= net.digest >> 29
 

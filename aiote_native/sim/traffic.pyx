@@ -2,13 +2,15 @@
 
 | stage    | effect                                                | if the target cannot take it                    |
 |----------|-------------------------------------------------------|-------------------------------------------------|
+| send     | packets leave the NIC in turn (if it sends packets)   | -                                               |
 | place    | a piece of the payload is copied into memory          | bad key or range: the initiator gets an error   |
 | deliver  | the target gets the immediate or the message          | the operation waits in the target's queue       |
 | complete | the initiator gets the completion                     |                                                 |
 
-All pieces are placed before the immediate is delivered, and it is delivered before the completion. There is no other
-order. A stage is parked while its own NIC or the target's is silent. Closing an endpoint drops its operations in
-flight, except those that have left its NIC, if the model says that they arrive all the same (`lingers`).
+All pieces are placed before the immediate is delivered, and it is delivered before the completion. No other order is
+guaranteed, neither of pieces nor of operations. A stage is parked while its own NIC or the target's is silent. Closing
+an endpoint drops its operations in flight, except those that have left its NIC, if the model says that they arrive all
+the same (`lingers`).
 
 The caller holds the network's lock.
 """
@@ -94,7 +96,7 @@ cdef void fail(Net* net, Work* work, int status) noexcept nogil:
 
 
 cdef void push_entry(SimPort* endpoint, WorkRequest* wr, int status, uint64_t length, bint own) noexcept nogil:
-    """Report an entry to an endpoint's owner and wake it. The ring has room for all that may be outstanding."""
+    """Put a completion into an endpoint's ring, and wake its owner. The ring has room for all outstanding requests."""
     cdef Completion completion
     memset(&completion, 0, sizeof(completion))
     completion.wr = wr
@@ -104,6 +106,7 @@ cdef void push_entry(SimPort* endpoint, WorkRequest* wr, int status, uint64_t le
 
 
 cdef void push_immediate(Net* net, SimPort* endpoint, const Work* work) noexcept nogil:
+    """Report an immediate to an endpoint: at once, or after a random delay if its model has one (`forgets`)."""
     cdef Completion completion
     cdef Report* report
     memset(&completion, 0, sizeof(completion))
@@ -123,7 +126,7 @@ cdef void push_immediate(Net* net, SimPort* endpoint, const Work* work) noexcept
 
 
 cdef void tell(Net* net, Report* report) noexcept nogil:
-    """Report an immediate that arrived a while ago, if its endpoint still exists."""
+    """Report an immediate whose delay is over, if its endpoint still exists."""
     cdef SimPort* endpoint = find_endpoint(net, report.target)
     if endpoint != NULL:
         endpoint.arrivals -= 1
@@ -193,7 +196,7 @@ cdef void move(const Work* work, const Memory* memory, uint64_t low, uint64_t hi
 
 
 cdef void place(Net* net, Work* work, SimPort* target) noexcept nogil:
-    """Move the next piece between the two memories."""
+    """Copy the next piece between the two memories; fail the operation if its keys or its range are not valid."""
     cdef const Memory* memory = granted(net, work, target)
     cdef uint64_t number = work.pieces - 1 - work.piece if work.backwards else work.piece
     cdef uint64_t low = work.length // work.pieces * number
@@ -291,6 +294,7 @@ cdef void complete(Net* net, Work* work) noexcept nogil:
 
 
 cdef bint held(const Work* work) noexcept nogil:
+    """Return whether a silent NIC holds an operation. While packets leave its own NIC, only that NIC counts."""
     if work.stage == STAGE_SEND:
         return work.nic.state == NIC_SILENT
     return work.nic.state == NIC_SILENT or (work.far != NULL and work.far.state == NIC_SILENT)
@@ -318,7 +322,7 @@ cdef void step(Net* net, Work* work) noexcept nogil:
 
 
 cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
-    """Remove a work from every place where it may wait."""
+    """Remove an operation from every place where it may wait."""
     cdef SimPort* target
     take_out(net, &work.item)
     work.parked = False
@@ -350,7 +354,7 @@ cdef void free_work(Net* net, Work* work) noexcept nogil:
 
 
 cdef bint lingers(Net* net, Work* work) noexcept nogil:
-    """Detach a work that has left its NIC from its endpoint, so that it goes on; return False if it cannot go on."""
+    """Detach an operation that has left its NIC from its endpoint, so that it goes on; return False if it cannot."""
     cdef uint64_t done = 0
     cdef int i
     if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.queued:
@@ -453,6 +457,7 @@ cdef void counted_faults(Net* net) noexcept nogil:
 
 
 cdef void sound(Net* net, Alarm* alarm) noexcept nogil:
+    """Write to an alarm's eventfd, and free the alarm."""
     cdef Alarm** place = &net.alarms
     cdef uint64_t one = 1
     while place[0] != NULL and place[0] != alarm:
@@ -464,7 +469,7 @@ cdef void sound(Net* net, Alarm* alarm) noexcept nogil:
 
 
 cdef void run_due(Net* net, uint64_t until) noexcept nogil:
-    """Run everything that is due up to a time, in order; virtual time moves along."""
+    """Run everything that is due up to a time, in order; virtual time advances with it."""
     cdef Item* item
     while net.heap_count and net.heap[1].time <= until:
         item = net.heap[1]

@@ -2,11 +2,11 @@
 
 The receiving process alone writes to its memory, so keys, leases and closing hold as for any other write.
 
-Before the first frame toward a device, the sender tells the peer of the allocation that the bytes lie in. The frame
-waits until the peer has opened the allocation; if the peer cannot open it, the frame is staged. The owner keeps the
-memory until no peer uses it. A write by reference is over when the peer has copied the bytes, an answer when the peer
-says so. When the last registration in an allocation ends, every peer closes the allocation before the owner is told
-that the registration has ended.
+Before the first frame toward a device, the sender asks the peer to open the allocation that contains the bytes. The
+frame waits until the peer has opened it; if the peer cannot open it, the frame is staged. The owner keeps the memory
+until no peer uses it. A write by reference is over when the peer has copied the bytes, and an answer by reference when
+the peer has sent FRAME_PULLED. When the last registration in an allocation ends, every peer closes the allocation
+before the owner is told that the registration has ended.
 """
 
 from libc.errno cimport ENOMEM, EPROTO
@@ -20,15 +20,16 @@ from aiote_native.streams.stream cimport (
     find_memory, free_work, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
 
 cdef enum:
-    # Bytes in flight by reference, which the peer has to copy before a cancellation is confirmed. With two frames in
-    # flight, as over the ring, an H200 copied 75 GiB/s, because each frame waited for a copy, its end and its
-    # acknowledgement.
+    # The most bytes in flight by reference: the peer has to copy them before a cancellation is confirmed. With only two
+    # frames in flight, as over the ring, an H200 copied only 75 GiB/s, because each frame waited until an earlier one
+    # was copied, seen to be copied, and acknowledged.
     LENT_WINDOW = 16 << 20
+    # The state of a Told.
     UNSENT = 0
-    ASKED = 1
-    GIVEN = 2
-    REFUSED = 3
-    FORGETTING = 4
+    ASKED = 1       # FRAME_EXPORT was sent
+    GIVEN = 2       # the peer has opened the allocation
+    REFUSED = 3     # the peer could not open it
+    FORGETTING = 4  # the peer was asked to close it
 
 
 cdef int device_of(const Work* work) noexcept nogil:
@@ -39,7 +40,7 @@ cdef int device_of(const Work* work) noexcept nogil:
 
 
 cdef void reply(Stream* self, int kind, uint64_t number, int status) noexcept nogil:
-    """Queue a frame of sharing without a payload. If there is no memory for it, the stream breaks."""
+    """Queue a frame without a payload about a shared allocation. If there is no memory for it, the stream breaks."""
     cdef Work* work = new_work(self)
     if work == NULL:
         self.broken = -ENOMEM
@@ -171,6 +172,7 @@ cdef int note_opened(Stream* self, const Frame* frame) noexcept nogil:
 
 
 cdef int note_forgotten(Stream* self, const Frame* frame) noexcept nogil:
+    """Record that the peer has closed an allocation; return -EPROTO if the peer was not asked to close it."""
     cdef Told** link = &self.told
     cdef Told* told
     while link[0] != NULL and link[0].number != frame.key:
@@ -204,7 +206,7 @@ cdef int note_pulled(Stream* self) noexcept nogil:
 
 
 cdef void withdraw_ended(Stream* self) noexcept nogil:
-    """Ask the peer to close the allocations in which no registration is left."""
+    """Ask the peer to close the allocations without registrations, and drop those that it could not open."""
     cdef Told** link = &self.told
     cdef Told* told
     if self.withdrawn == self.registry.withdrawn:
@@ -262,7 +264,7 @@ cdef void let_go(Registry* registry, Export* exported) noexcept nogil:
 
 
 cdef void leave_lent(Stream* self) noexcept nogil:
-    """Drop everything that was lent over a stream that is shut. The caller holds the registry's lock."""
+    """Drop all references and exports of a stream that is shut. The caller holds the registry's lock."""
     cdef Work** link = &self.registry.lent
     cdef Told* told = self.told
     cdef Told* following

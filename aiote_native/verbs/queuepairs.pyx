@@ -30,10 +30,10 @@ cdef int VERSION = 1
 cdef enum:
     MTU_CODES = 5        # code 1 is 256 bytes, code 5 is 4096
     MAX_READS = 16      # reads that the peer may have outstanding here; each takes memory of the NIC
-    INLINE_BYTES = 128
+    INLINE_BYTES = 128   # payloads up to this length travel in the work request, if the device supports that
     RNR_TIMER = 12       # a sender that found no receive tries again after 0.64 ms
     FOR_EVER = 7         # the code for unlimited retries, because a peer without posted receives has not failed
-    HOPS = 64
+    HOPS = 64            # hop limit of routed packets
 
 
 cdef class PeerAddress:
@@ -118,7 +118,10 @@ cdef class VerbsEndpoint(NativeEndpoint):
         return max(1, min(wanted, nic.port.active_mtu))
 
     cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1:
-        """Make one pair and bring it to INIT. Raises StatusError."""
+        """Make one pair and bring it to INIT. Raises StatusError.
+
+        `shared`: the pair carries writes and reads, and its receives are the NIC's shared ones.
+        """
         cdef Nic* nic = self.impl.nic
         cdef ibv_qp_init_attr init
         cdef ibv_qp_attr attr

@@ -14,7 +14,7 @@ import pytest
 from aiote.bench.contestants import Contestant, Setting
 from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
 from aiote.bench.order_statistics import Spread
-from aiote.bench.remote import Listener, WorkerConnection, parse_place, parse_request
+from aiote.bench.remote import Listener, TargetMachine, parse_place, parse_request
 from aiote.bench.sides import BenchError, LocalSide, Pair, Unsupported
 from aiote.bench.work import Work
 
@@ -248,7 +248,7 @@ def listener():
 
 
 def test_a_target_on_another_machine_is_started_and_run(listener):
-    connection = WorkerConnection(*listener.server_address)
+    connection = TargetMachine(*listener.server_address)
     assert connection.local_host == "127.0.0.1"
     target = connection.spawn("aiote", "aiote", Setting("tcp", library="/only/here.so"))
     with Pair("aiote", target, fake()) as made:
@@ -262,11 +262,11 @@ def test_a_stranger_is_told_why_and_the_listener_goes_on(listener):
     with socket.create_connection(listener.server_address) as sock:
         sock.sendall(b'{"kind": "shell"}\n')
         assert b"error" in sock.makefile("rb").readline()
-    assert WorkerConnection(*listener.server_address).local_host
+    assert TargetMachine(*listener.server_address).local_host
 
 
 def test_the_worker_ends_with_its_connection(listener):
-    connection = WorkerConnection(*listener.server_address)
+    connection = TargetMachine(*listener.server_address)
     target = connection.spawn("raw", "raw", Setting("tcp"))
     target.receive()
     target.close()
@@ -278,14 +278,14 @@ def test_the_worker_ends_with_its_connection(listener):
 
 def test_other_libraries_are_not_started_elsewhere(listener):
     with pytest.raises(BenchError, match="one machine"):
-        WorkerConnection(*listener.server_address).spawn("nixl", "other", Setting("tcp"))
+        TargetMachine(*listener.server_address).spawn("nixl", "other", Setting("tcp"))
 
 
 def test_connecting_where_nobody_listens_says_what_to_start():
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
     with pytest.raises(BenchError, match="--listen"):
-        WorkerConnection(*place)
+        TargetMachine(*place)
 
 
 def test_other_libraries_are_read_from_lines(tmp_path):

@@ -107,7 +107,7 @@ def test_a_move_that_is_interrupted_at_any_step_is_over(bridge, verb):
                     bridge.write(mine.region, remote) if verb == "write" else bridge.read(remote, mine.region)
             except KeyboardInterrupt:
                 pass
-            assert not bridge._thread.moves
+            assert not bridge._thread.transfers
             # It is over, and once the loop has taken note of it nothing is outstanding.
             settled(bridge)
             assert bridge.engine.statistics().outstanding == 0, f"step {at}"

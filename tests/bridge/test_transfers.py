@@ -160,7 +160,7 @@ def test_nothing_is_written_after_a_call_has_ended(provider, bridge, other, endi
             assert bridge.engine.statistics().outstanding == 0
             assert zlib.crc32(target) == before
             assert target.max() < 0xFF
-        assert not bridge._thread.moves
+        assert not bridge._thread.transfers
         way.wait(bridge)
         assert (target == 0xFF).all()
 

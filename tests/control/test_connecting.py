@@ -322,5 +322,5 @@ async def test_peers_and_their_ends_are_told():
         await until(lambda: len(told) == 2)
         assert [event.name for event in told] == ["peer.connected", "peer.lost"]
         assert [event.details["peer"] for event in told] == [str(third.address)] * 2
-        assert "goodbye" in str(told[1].details["reason"])
+        assert "closed the connection" in str(told[1].details["reason"])
         assert len(left.peers) == len(right.peers) == 1

@@ -98,7 +98,7 @@ async def test_messages_of_a_lost_peer_are_read_before_its_loss_is_told():
             await left.aclose()
             await peer.wait_closed()
             assert [message.data async for message in peer.messages()] == [b"0", b"1", b"2"]
-            with pytest.raises(aiote.PeerLostError, match="recv: peer .*said goodbye"):
+            with pytest.raises(aiote.PeerLostError, match="recv: peer .*closed the connection"):
                 await peer.recv()
             assert (await right.recv()).data == b"of another"
 

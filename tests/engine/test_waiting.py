@@ -1,4 +1,4 @@
-"""Waiting that nothing interrupts: it ends with what is waited for, or with its own patience, and says which."""
+"""Waiting that nothing interrupts: it ends when the condition holds or its time runs out, and says which."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("cancellations", [0, 1, 3])
-async def test_patience_ends_a_wait_however_often_it_was_cancelled(cancellations):
+async def test_a_time_limit_ends_a_wait_however_often_it_was_cancelled(cancellations):
     """The caller has to hear that it is not over: what it does then is what makes it end."""
     for wait in (lambda: finish(current_loop(), Item(), 0.05), lambda: poll_until(current_loop(), lambda: False, 0.05)):
         task = asyncio.ensure_future(wait())

@@ -153,7 +153,7 @@ async def test_a_goodbye_says_why(provider):
             (ours,), (theirs,) = engines[0].peers, engines[1].peers
             await engines[0].aclose()
             assert await ours.wait_closed() == "its engine was closed"
-            assert await theirs.wait_closed() == "it said goodbye: its engine was closed"
+            assert await theirs.wait_closed() == "it closed the connection: its engine was closed"
 
 
 @pytest.mark.anyio

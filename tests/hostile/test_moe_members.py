@@ -140,7 +140,7 @@ async def test_a_member_that_has_left_and_owes_rows_or_answers_is_lost(owes, goe
         monkeypatch.setattr(posting, "post_writes", lambda writes, slot: write([] if slot == rows else writes, slot))
         if owes == "answers":
             given[LIAR].ids[...] = -1
-        own, why = given[LIAR], f"rank {LIAR}.* it has left the group, and not all that is owed"
+        own, why = given[LIAR], f"rank {LIAR}.* it has left the group, and writes of round"
         liar.dispatch_send(own.x, own.ids, own.weights)
 
         async def one(group: MoeGroup) -> None:

@@ -84,5 +84,5 @@ def test_doctor_says_that_a_nic_has_no_queue_pair_left(tmp_path: Path) -> None:
 def test_a_socket_carries_a_peer_for_which_a_nic_has_no_queue_pair_left(tmp_path: Path) -> None:
     said = run(tmp_path, libraries()[0], "crowded", EFA_STANDIN_QPS="1")
     assert "the NIC has no endpoint left for it" in said
-    assert "that NIC of the peer's has no endpoint left for us" in said
+    assert "the peer's NIC has no endpoint left for this engine" in said
     assert "efa socket (0, 1000)" in said
