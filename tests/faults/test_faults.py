@@ -15,7 +15,7 @@ from machine import LONG
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 FOLDER = Path(__file__).parent
-MOST = "1000" if LONG else "4"
+MOST = "1000" if LONG else "6"
 """Places of each function that are tried; of many calls the first ones, and others drawn."""
 PATIENCE_S = 900 if LONG else 170
 
