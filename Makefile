@@ -33,6 +33,7 @@ check: system  ## lint, types and the tests that need no libfabric, in a minute:
 
 test: test-system  ## lint, then every test with the newest libfabric here, again with the system's, and make docs
 	@$(READY) dev --install
+	@$(if $(ARGS),,$(READY) docs)
 	$(BIN)/python tools/run_tests.py $(ARGS)
 
 test-all: test-system  ## every combination of every test at full length, soaks, fuzzing, mutants: an hour or two

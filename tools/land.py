@@ -7,6 +7,9 @@ what `--check` reads.
 A landing that is interrupted (Ctrl-C, SIGTERM, a closed terminal) ends every process that the run has started and
 removes its clone. Processes that have left its group or session are found as well, because Linux hands orphans to this
 process (PR_SET_CHILD_SUBREAPER in prctl(2)).
+
+git is asked in a folder and nowhere else. A hook or an alias may hand on variables that name a repository (GIT_DIR):
+with them, the checkout of the clone would move main before a single test ran.
 """
 
 from __future__ import annotations
@@ -51,6 +54,18 @@ NOT_A_STRANGERS = (
 )
 
 
+# Variables by which git works on another repository than the one of its folder: `git rev-parse --local-env-vars`.
+NAME_A_REPOSITORY = (
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_DIR",
+    "GIT_INDEX_FILE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_WORK_TREE",
+)
+
+
 class RefusedError(Exception):
     """The landing cannot begin, or its result cannot be kept; the text says why and what to do."""
 
@@ -71,14 +86,18 @@ class Repository:
 
     def git(self, *arguments: str) -> str:
         """Return what git prints. Raises RefusedError with what git says."""
-        done = subprocess.run(["git", *arguments], cwd=self.checkout, capture_output=True, text=True)
+        done = self._run(*arguments)
         if done.returncode:
             raise RefusedError(f"git {' '.join(arguments)}: {done.stderr.strip() or f'status {done.returncode}'}")
         return done.stdout.rstrip("\n")
 
     def asks(self, *arguments: str) -> bool:
         """Return git's answer to a question that it answers by its status."""
-        return not subprocess.run(["git", *arguments], cwd=self.checkout, capture_output=True).returncode
+        return not self._run(*arguments).returncode
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {name: value for name, value in os.environ.items() if name not in NAME_A_REPOSITORY}
+        return subprocess.run(["git", *arguments], cwd=self.checkout, env=env, capture_output=True, text=True)
 
     @property
     def folder(self) -> Path:
@@ -157,7 +176,7 @@ def announce(repository: Repository, landing: Landing) -> None:
     """Say what would go."""
     between = f"{landing.main}..{landing.head}"
     subjects = repository.git("log", "--format=  %h %s", between).splitlines()
-    print(f"landing {len(subjects)} commits, {short(landing.main)}..{short(landing.head)}:")
+    print(f"landing {len(subjects)} commit{'s' * (len(subjects) != 1)}, {short(landing.main)}..{short(landing.head)}:")
     print(*subjects[:MOST_SUBJECTS], sep="\n")
     if len(subjects) > MOST_SUBJECTS:
         print(f"  and {len(subjects) - MOST_SUBJECTS} more")
@@ -201,37 +220,46 @@ def end_all() -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn the signals that end a program into an exception, and leave no descendant behind."""
+def workplace() -> Iterator[Path]:
+    """Yield a new folder; afterwards leave neither it nor a descendant behind.
+
+    The signals that end a program raise InterruptedLandingError meanwhile, but for SIGHUP under nohup. The clean-up
+    ignores them: it takes seconds, in which people press Ctrl-C again.
+    """
+
+    def ignore() -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-        for one in numbers:
-            signal.signal(one, signal.SIG_IGN)  # a second Ctrl-C does not interrupt the clean-up
+        ignore()
         raise InterruptedLandingError(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    folder = None
     try:
-        yield
+        for number in before:
+            signal.signal(number, interrupt)
+        folder = Path(tempfile.mkdtemp(prefix="landing-"))
+        yield folder
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
+        ignore()
         end_all()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def passes(repository: Repository, landing: Landing) -> tuple[bool, list[str]]:
-    """Run `.ci/run` on a fresh clone; return whether it passed, and the last lines that it printed."""
-    folder = Path(tempfile.mkdtemp(prefix="landing-"))
-    try:
-        with interruptible():
-            clone = folder / "clone"
-            repository.git("clone", "--quiet", "--no-checkout", str(repository.checkout), str(clone))
-            Repository(clone).git("checkout", "--quiet", "-B", MAIN, landing.head)
-            return watched(clone, environment(repository.checkout))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Run `.ci/run` on a fresh clone; return whether it passed, and what it said that its reader needs."""
+    with workplace() as folder:
+        clone = folder / "clone"
+        repository.git("clone", "--quiet", "--no-checkout", str(repository.checkout), str(clone))
+        Repository(clone).git("checkout", "--quiet", "-B", MAIN, landing.head)
+        return watched(clone, environment(repository.checkout))
 
 
 def watched(clone: Path, surroundings: dict[str, str]) -> tuple[bool, list[str]]:
@@ -249,7 +277,8 @@ def watched(clone: Path, surroundings: dict[str, str]) -> tuple[bool, list[str]]
             shutil.copyfileobj(heard, sys.stdout)
             sys.stdout.flush()
     lines = path.read_text(errors="replace").splitlines()
-    failed = list(dict.fromkeys(line for line in lines if line.startswith("FAILED")))
+    # Tests by their names; a step that is no test, as lint, by its line in the summary.
+    failed = list(dict.fromkeys(line for line in lines if line.lstrip(" ").startswith("FAILED ")))
     return status == 0, failed or lines[-MOST_LINES:]
 
 

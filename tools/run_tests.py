@@ -7,8 +7,8 @@ is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
-each mechanism. At the end `make docs` builds and checks the site, unless arguments for pytest are given. `--check` is
-for between two commits: lint, types, and quick tests that need no libfabric.
+each mechanism. `make docs` builds and checks the site once a lane is free, unless arguments for pytest are given.
+`--check` is for between two commits: lint, types, and quick tests that need no libfabric.
 
 A test that waited in vain runs again when all is over, alone (test_again.py); `--all` repeats nothing. A missing
 library is a failure. `--lanes N` sets the number of lanes. Other arguments are handed to pytest, and paths among them
@@ -25,9 +25,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import test_queue
@@ -60,10 +61,11 @@ CHOICES = {
     "system": ("--combinations", "tests", "--turn", "1"),
     "guest": ("--combinations", "tests", "--turn", "2"),
 }
-# What is as much a test as the others: targets of the Makefile, and their ARGS. DAILY is short enough for every day.
-DAILY = {"docs": ""}
+# What is as much a test as the others: targets of the Makefile. DAILY are short enough for every day.
+DAILY = ["docs"]
+# Of `make test-all`, with their ARGS.
 LONG = {
-    **DAILY,
+    **dict.fromkeys(DAILY, ""),
     "soak": "--seconds 120",
     "soak-kvcache": "--seconds 120",
     "soak-rails": "--runs 200",
@@ -147,16 +149,22 @@ def guest(*options: str) -> list[str]:
     return [*first, sys.executable, "tools/guest", "--how", "uml", *options]
 
 
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, float]:
+    """Wait for a process; return its status and the processor time of it and its children."""
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, used.ru_utime + used.ru_stime
+
+
 def run(command: Sequence[str], log: Path, **environment: str) -> tuple[int, float]:
     """Run a command, its output in a file; return its status and the processor time of it and its children."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as said:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        return ended(
+            subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            )
         )
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, used.ru_utime + used.ru_stime
 
 
 def make(target: str, arguments: str = "") -> list[str]:
@@ -167,18 +175,24 @@ def made(target: str, arguments: str = "") -> Outcome:
     """Run another target of the Makefile as a step."""
     banner(f"make {target} {arguments}".strip())
     started = time.monotonic()
-    status = subprocess.run(make(target, arguments), cwd=ROOT, stdin=subprocess.DEVNULL).returncode
-    return Outcome(target, status == 0, "" if status == 0 else f"status {status}", time.monotonic() - started)
+    status, cpu_s = ended(subprocess.Popen(make(target, arguments), cwd=ROOT, stdin=subprocess.DEVNULL))
+    detail = "" if status == 0 else f"status {status}"
+    return Outcome(target, status == 0, detail, time.monotonic() - started, cpu_s=cpu_s)
+
+
+def beside(target: str) -> Outcome:
+    """Run another target of the Makefile beside the tests; print what it says if it fails."""
+    started, log = time.monotonic(), REPORTS / f"{target}.log"
+    status, cpu_s = run(make(target), log)
+    if status:
+        print(log.read_text(errors="replace"), flush=True)
+    detail = "" if status == 0 else f"status {status}; what it said is above"
+    return Outcome(target, status == 0, detail, time.monotonic() - started, cpu_s=cpu_s)
 
 
 def linted() -> Outcome:
     """Run the linters beside the tests."""
-    started, log = time.monotonic(), REPORTS / "lint.log"
-    status, cpu_s = run(make("lint"), log)
-    if status:
-        print(log.read_text(errors="replace"), flush=True)
-    detail = "" if status == 0 else f"status {status}; what it said is above"
-    return Outcome("lint", status == 0, detail, time.monotonic() - started, cpu_s=cpu_s)
+    return beside("lint")
 
 
 class Run:
@@ -200,8 +214,8 @@ class Run:
         self._given_up = False
         self._one_at_a_time = threading.Lock()
 
-    def outcomes(self, files: Sequence[str], lanes: int) -> list[Outcome]:
-        """Run lint and all files in all kinds of runs; return what became of each entry."""
+    def outcomes(self, files: Sequence[str], lanes: int, last: Sequence[Callable[[], Outcome]] = ()) -> list[Outcome]:
+        """Run lint and all files in all kinds of runs, and what is `last` from when a lane is free; return all that."""
         recorded = test_queue.durations(test_queue.DURATIONS)
         entries = [
             entry
@@ -216,6 +230,8 @@ class Run:
             try:
                 preparing, lint = pool.submit(self._prepare_guest, queue), pool.submit(linted)
                 running = [pool.submit(self._lane, queue) for _ in range(lanes)]
+                wait(running, return_when=FIRST_COMPLETED)
+                others = [pool.submit(one) for one in last]
                 found = [one for lane in running for one in lane.result()]
             except BaseException:
                 # Ctrl-C ends the runs of pytest that there are; the lanes must not begin others.
@@ -224,7 +240,7 @@ class Run:
                 raise
         kinds = list(self._kinds)
         found.sort(key=lambda one: (kinds.index(one.name.split()[0]), int(one.name.split()[1])))
-        return [lint.result(), *preparing.result(), *found]
+        return [lint.result(), *preparing.result(), *found, *(one.result() for one in others)]
 
     def again(self, outcome: Outcome, failure: Failure) -> list[Failure] | None:
         """Run one test alone, in a fresh process; return what fails, None if there is no report."""
@@ -354,15 +370,15 @@ def main() -> int:
         else:
             kinds, missing = every_kind({} if chosen.all else CHOICES)
         tests = Run(kinds, given, {} if chosen.all else FOLDERS)
-        outcomes = [*tests.outcomes(files, chosen.lanes), *missing]
+        daily = () if given or chosen.check or chosen.all else [partial(beside, target) for target in DAILY]
+        outcomes = [*tests.outcomes(files, chosen.lanes, daily), *missing]
         if not given:
             outcomes += unasked(outcomes, kinds)
         verdict = Verdict() if chosen.all else judged(outcomes, tests.again)
-        if not given and not chosen.check:
-            if chosen.all:
-                # Mutants hang, which the usual limit has to end.
-                del os.environ["PYTEST_ADDOPTS"]
-            outcomes += [made(target, arguments) for target, arguments in (LONG if chosen.all else DAILY).items()]
+        if chosen.all and not given:
+            # Mutants hang, which the usual limit has to end.
+            del os.environ["PYTEST_ADDOPTS"]
+            outcomes += [made(target, arguments) for target, arguments in LONG.items()]
     return concluded(outcomes, load, verdict)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled import shared
+from compiled import shared_by_all
 from machine import LONG
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
@@ -21,8 +21,8 @@ PATIENCE_S = 900 if LONG else 170
 
 
 @pytest.fixture(scope="module")
-def injector(tmp_path_factory) -> Path:
-    return shared(FOLDER / "injector.c", tmp_path_factory.mktemp("injector"))
+def injector() -> Path:
+    return shared_by_all(FOLDER / "injector.c")
 
 
 def inject(injector: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

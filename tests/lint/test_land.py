@@ -76,7 +76,7 @@ def test_what_passes_lands(toy):
     status, said = toy.land()
     assert status == 0, said
     assert toy.main == head
-    assert "landing 1 commits" in said
+    assert "landing 1 commit, " in said
     assert "ci: do something else" in said
     assert "1 file changed" in said
     assert "1 passed" in said
@@ -93,6 +93,12 @@ def test_what_fails_stays_where_it_was(toy):
     assert toy.main == before
     assert said.index("NOT LANDED") < said.rindex("FAILED tests/test_it.py::test_one")
     assert toy.land("--check")[0] == 3  # a red run leaves no record
+
+
+def test_a_step_that_is_no_test_is_named_beside_the_tests_that_failed(toy):
+    toy.commit("echo '  FAILED  lint  5 s'; seq 100; echo FAILED tests/test_it.py::test_one; exit 2\n")
+    said = toy.land()[1].partition("NOT LANDED")[2]
+    assert "FAILED  lint  5 s\nFAILED tests/test_it.py::test_one\nmain stays" in said
 
 
 def test_a_run_that_names_no_test_shows_what_it_said_last(toy):
@@ -159,6 +165,20 @@ def test_the_run_sees_nothing_of_the_checkout(toy):
     assert ".venv\n" not in said.partition("all is well")[0].replace("/.venv/\n", "")
 
 
+def test_variables_that_name_a_repository_do_not_move_main(toy):
+    """As an alias or a hook of git hands them on: the clone's checkout is not ours."""
+    before = toy.main
+    toy.commit("exit 1\n")
+    names = {
+        "GIT_DIR": toy.folder / ".git",
+        "GIT_WORK_TREE": toy.folder,
+        "GIT_INDEX_FILE": toy.folder / ".git" / "index",
+    }
+    status, said = toy.land(**{name: str(path) for name, path in names.items()})
+    assert (status, "NOT LANDED" in said) == (1, True), said
+    assert toy.main == before
+
+
 def alive(mark: Path) -> list[int]:
     """Return the processes that wrote their numbers into a file and still run."""
     return [number for number in map(int, mark.read_text().split()) if Path(f"/proc/{number}").exists()]
@@ -185,6 +205,43 @@ def test_an_interrupted_landing_leaves_nothing_behind(toy, tmp_path, number):
     assert not list(toy.temporary.iterdir())
     assert toy.main == before
     assert toy.land("--check")[0] == 3
+    toy.commit(GREEN)
+    assert toy.land()[0] == 0  # no lock is left, either
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_who_presses_ctrl_c_again_and_again_finds_nothing_left_behind(toy, tmp_path):
+    """The clone is as large as one with an environment in it, and takes a while to go."""
+    began = tmp_path / "began"
+    toy.commit(f"mkdir large && (cd large && seq 2000 | xargs touch) && touch {began} && sleep 600\n")
+    landing = toy.start()
+    wait_for(began)
+    while landing.poll() is None:
+        landing.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    landing.communicate(timeout=PATIENCE_S)
+    assert not list(toy.temporary.iterdir())
+
+
+def test_a_terminal_that_closes_does_not_end_what_nohup_started(toy, tmp_path):
+    began, go_on = tmp_path / "began", tmp_path / "go_on"
+    toy.commit(f"touch {began}; while ! test -e {go_on}; do sleep 0.05; done\n")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does, and children inherit
+    try:
+        landing = toy.start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(began)
+    landing.send_signal(signal.SIGHUP)
+    go_on.touch()
+    said, _ = landing.communicate(timeout=PATIENCE_S)
+    assert landing.returncode == 0, said
 
 
 def test_what_a_run_leaves_behind_is_ended_and_not_waited_for(toy, tmp_path):
@@ -198,8 +255,7 @@ def test_two_landings_at_a_time_are_one_too_many(toy, tmp_path):
     began, go_on = tmp_path / "began", tmp_path / "go_on"
     toy.commit(f"touch {began}; while ! test -e {go_on}; do sleep 0.05; done\n")
     first = toy.start()
-    while not began.exists():
-        time.sleep(0.01)
+    wait_for(began)
     second = toy.start()
     said, _ = second.communicate(timeout=PATIENCE_S)
     go_on.touch()

@@ -145,14 +145,24 @@ def test_the_site_is_built_beside_all_tests_alone(arguments, built, passes, mach
     monkeypatch.setattr(run_tests, "quick", lambda: ({"quick": run_tests.Kind(None, ())}, ["engine/test_it.py"]))
     machine["quick"] = 0
 
-    def made(target: str, _arguments: str) -> Outcome:
+    def beside(target: str) -> Outcome:
         asked.append(target)
         return Outcome(target, passes, "")
 
-    monkeypatch.setattr(run_tests, "made", made)
+    monkeypatch.setattr(run_tests, "beside", beside)
     assert run_main(monkeypatch, *arguments) == (0 if passes or not built else 1)
     assert asked == ["docs"] * built
     assert ("FAILED  docs" in capsys.readouterr().out) is (bool(built) and not passes)
+
+
+@pytest.mark.parametrize(("arguments", "judges"), [([], True), (["-k", "it"], True), (["--all"], False)])
+def test_a_long_run_repeats_no_test(arguments, judges, machine, monkeypatch):
+    for name in ("AIOTE_TEST_LONG", "PYTEST_ADDOPTS"):
+        monkeypatch.setenv(name, "")
+    asked: list[object] = []
+    monkeypatch.setattr(run_tests, "judged", lambda outcomes, _again: asked.append(outcomes) or run_tests.Verdict())
+    assert run_main(monkeypatch, *arguments) == 0
+    assert bool(asked) is judges
 
 
 @pytest.mark.parametrize("kind", ["newest", "system"])

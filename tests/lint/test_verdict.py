@@ -206,3 +206,26 @@ def test_a_real_crash_fails_at_once(ran, capsys):
     assert judged(outcomes, Repeats()) == Verdict()
     assert concluded(outcomes) == 1
     assert "NO REPORT, ended with status 3" in capsys.readouterr().out
+
+
+def test_a_test_of_the_guest_runs_again_in_the_guest(ran, monkeypatch):
+    """With what makes it patient there; nothing of the first run's choice but its turn."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], _log: Path, **_environment: str) -> tuple[int, float]:
+        commands.append(command)
+        next(Path(one.partition("=")[2]) for one in command if one.startswith("--junit-xml=")).write_text(
+            '<testsuite tests="1"/>'
+        )
+        return 0, 0.0
+
+    folder, _ = ran
+    (folder.parent / "reports").mkdir()
+    monkeypatch.setattr(run_tests, "run", run)
+    kind = Kind(None, ("--combinations", "tests", "--turn", "2", "-m", run_tests.NEEDS_GUEST), guest=True)
+    found = Run({"guest": kind}).again(Outcome("guest 3", False, ""), failure("test_late[verbs]"))
+    assert found == []
+    (command,) = commands
+    in_guest = [*run_tests.guest("--nics", "4"), "--", "env", *run_tests.GUEST_LIMITS, sys.executable]
+    assert command[: len(in_guest)] == in_guest
+    assert command[-3:] == ["--turn", "2", "tests/test_it.py::test_late[verbs]"]

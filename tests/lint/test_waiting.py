@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from waits import Waits
+from waits import FoundWait, Waits
 
 TESTS = Path(__file__).parents[1]
 RIGHT = tomllib.loads(Path(__file__).with_name("waiting.toml").read_text())
@@ -20,8 +20,9 @@ MOST = 48
 
 
 @pytest.fixture(scope="module")
-def waits() -> Waits:
-    return Waits(TESTS)
+def waits() -> list[FoundWait]:
+    """The places in the tests, which take seconds to be found."""
+    return Waits(TESTS).found()
 
 
 def found(folder: Path) -> list[str]:
@@ -30,12 +31,12 @@ def found(folder: Path) -> list[str]:
 
 def test_waits_are_for_conditions(waits):
     reasons = {f"{file}::{where}" for file, places in RIGHT.items() for where in places}
-    wrong = [f"tests/{one.file}:{one.line}: {one.what}" for one in waits.found() if one.key not in reasons]
+    wrong = [f"tests/{one.file}:{one.line}: {one.what}" for one in waits if one.key not in reasons]
     assert not wrong, "wait for a condition, or say in waiting.toml why not:\n" + "\n".join(wrong)
 
 
 def test_the_list_is_short_and_up_to_date(waits):
-    places = {place.key for place in waits.found()}
+    places = {place.key for place in waits}
     listed = {f"{file}::{where}": reason for file, places in RIGHT.items() for where, reason in places.items()}
     assert sorted(set(listed) - places) == [], "not found any more"
     assert all(len(reason.split()) >= 4 for reason in listed.values()), "each has a reason"

@@ -1,4 +1,4 @@
-"""What tests of the GPU's kernels share: compiling them takes seconds."""
+"""What tests of the GPU's kernels share: compiling them takes many seconds, once for all runs of pytest."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from cuda_emulation import LIBRARY, Emulation, compiled
 
 
 @pytest.fixture(scope="session")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation(compiled(tmp_path_factory.mktemp("emulation"), "kernels.so", *LIBRARY))
+def emulation() -> Emulation:
+    return Emulation(compiled("kernels.so", *LIBRARY))

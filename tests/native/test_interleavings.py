@@ -2,7 +2,7 @@
 
 Two cores take turns at every step that one can see of the other: each poll, post, arming, reading and writing of a
 descriptor (`interleaving/interleaving.pyx`). No timer helps out. When both sleep, everything has to have arrived.
-`AIOTE_TEST_SCHEDULES` asks for more of them.
+`make test-all` plays more, and `AIOTE_TEST_SCHEDULES` asks for more of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 import compiled
+from machine import LONG
 
 SOURCES = Path(__file__).parent / "interleaving"
-SCHEDULES = int(os.environ.get("AIOTE_TEST_SCHEDULES") or 170_000)
+SCHEDULES = int(os.environ.get("AIOTE_TEST_SCHEDULES") or (170_000 if LONG else 100_000))
 PATIENCE_S = 90 + SCHEDULES / 5000
 
 kinds = pytest.mark.parametrize("waits", [True, False], ids=["descriptor", "wakeup"])

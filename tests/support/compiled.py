@@ -1,26 +1,64 @@
-"""Cython modules of the tests' own, compiled against the declarations that the installed package carries."""
+"""C of the tests' own, and Cython modules, compiled against the declarations that the installed package carries.
+
+What many runs of pytest and the processes of their tests use is compiled once in a checkout (`kept`).
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import aiote_native
 
-COMPILER_S = 120
+COMPILER_S = 300
+CACHE = Path(__file__).parents[2] / "build" / "compiled"
+
+
+def kept(name: str, command: Sequence[str | Path], read: Iterable[Path] = ()) -> Path:
+    """Return what a compiler makes of some sources, which it does once for all processes of this checkout.
+
+    command: with its sources as paths, without the file that it makes. read: what the sources include.
+    """
+    taken = hashlib.sha256(platform.machine().encode())
+    for part in (*command, *read):
+        content = part.read_bytes() if isinstance(part, Path) else part.encode()
+        taken.update(f"{len(content)}\n".encode() + content)
+    target = CACHE / taken.hexdigest()[:20] / name
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name("lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            made = target.with_name(f"{os.getpid()}-{name}")
+            subprocess.run([*command, "-o", made], check=True, timeout=COMPILER_S)
+            made.replace(target)
+    return target
+
+
+def _shared(source: Path, *more: str | Path) -> list[str | Path]:
+    flags = ["-O2", "-shared", "-fPIC", "-D_GNU_SOURCE", f"-I{sysconfig.get_path('include')}"]
+    return [*shlex.split(os.environ.get("CC") or "cc"), *flags, *more, source, "-ldl", "-lpthread"]
 
 
 def shared(source: Path, folder: Path, *more: str | Path) -> Path:
     """Compile one C file into a shared object and return it."""
     target = folder / f"{source.stem}.so"
-    flags = ["-O2", "-shared", "-fPIC", "-D_GNU_SOURCE", f"-I{sysconfig.get_path('include')}"]
-    command = [*shlex.split(os.environ.get("CC") or "cc"), *flags, *more, source, "-o", target, "-ldl", "-lpthread"]
-    subprocess.run(command, check=True, timeout=COMPILER_S)
+    subprocess.run([*_shared(source, *more), "-o", target], check=True, timeout=COMPILER_S)
     return target
+
+
+def shared_by_all(source: Path) -> Path:
+    """Return the same of a file in this repository, compiled once."""
+    return kept(f"{source.stem}.so", _shared(source), sorted(source.parent.glob("*.h")))
 
 
 def preloaded(library: str | Path) -> str:

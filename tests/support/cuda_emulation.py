@@ -7,7 +7,6 @@ import os
 import queue
 import re
 import shlex
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiote.moe.device import SOURCE
+from compiled import kept
 
 FOLDER = Path(__file__).parents[1] / "moe" / "emulation"
-COMPILER_S = 300
 LIBRARY = ("-fPIC", "-shared", "-fsanitize=undefined", "-fno-sanitize-recover=all")
 # ThreadSanitizer knows no fences, and says so; it is not to know those of the emulation.
 THREADS = ("-g", "-fsanitize=thread", "-Wno-tsan", "-DCUDA_ON_CPU_THREADS")
@@ -34,13 +33,11 @@ def aligned(length: int, dtype: type[Any]) -> NDArray[Any]:
     return memory[start : start + nbytes].view(dtype)
 
 
-def compiled(folder: Path, name: str, *flags: str) -> Path:
-    """Compile the emulation into a file of the folder, and return it."""
-    target = folder / name
-    command = [*shlex.split(os.environ.get("CXX") or "g++"), "-std=c++17", "-O1", "-ffp-contract=off", *flags]
-    command += [f'-DKERNELS="{SOURCE}"', str(FOLDER / "emulation.cpp"), "-o", str(target), "-lpthread"]
-    subprocess.run(command, check=True, timeout=COMPILER_S)
-    return target
+def compiled(name: str, *flags: str) -> Path:
+    """Compile the emulation, unless that was done, and return the file."""
+    compiler = [*shlex.split(os.environ.get("CXX") or "g++"), "-std=c++17", "-O1", "-ffp-contract=off", *flags]
+    command = [*compiler, f'-DKERNELS="{SOURCE}"', FOLDER / "emulation.cpp", "-lpthread"]
+    return kept(name, command, [SOURCE, *sorted(FOLDER.glob("*.h"))])
 
 
 def ordering_lines() -> list[int]:

@@ -5,19 +5,16 @@ With AIOTE_TESTS_ON_GPU=1 a real GPU is in its place (`hardware_cuda`).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from compiled import shared
+from compiled import shared_by_all
 from hardware_cuda import LIBRARY, ON_GPU, Hardware, Window, needs_device
 
 SOURCE = Path(__file__).parent / "standin" / "cuda.c"
@@ -27,12 +24,8 @@ ILLEGAL_ADDRESS = 700
 
 @functools.cache
 def standin_path() -> str:
-    """Compile the stand-in, once for the process, and return its path."""
-    if ON_GPU:
-        return LIBRARY
-    folder = Path(tempfile.mkdtemp(prefix="aiote-standin-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return str(shared(SOURCE, folder))
+    """Compile the stand-in, unless that was done, and return its path."""
+    return LIBRARY if ON_GPU else str(shared_by_all(SOURCE))
 
 
 @functools.cache

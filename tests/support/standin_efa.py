@@ -6,23 +6,19 @@ process of its own. `driver` is for such a process.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import os
 import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from aiote.rails.library import find_libfabric
+from compiled import kept
 
 SOURCES = Path(__file__).parents[1] / "standin_efa"
-COMPILER_S = 120
 EVERY = -1
 """Every NIC of this process."""
 FAULTS = ("hold", "stop", "lose", "duplicate", "hide")
@@ -34,13 +30,10 @@ REQUESTS = 1 << 0 | 1 << 1 | 1 << 2  # writes, messages, reads
 
 @functools.cache
 def provider_folder() -> Path:
-    """Compile it, once for the process, and return the folder for FI_PROVIDER_PATH."""
-    folder = Path(tempfile.mkdtemp(prefix="aiote-efa-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """Compile it, unless that was done, and return the folder for FI_PROVIDER_PATH."""
     flags = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-    command = [*shlex.split(os.environ.get("CC") or "cc"), *flags, "-o", folder / "libefa-fi.so"]
-    subprocess.run([*command, *sorted(SOURCES.glob("*.c")), "-lpthread"], check=True, timeout=COMPILER_S)
-    return folder
+    command = [*shlex.split(os.environ.get("CC") or "cc"), *flags, *sorted(SOURCES.glob("*.c")), "-lpthread"]
+    return kept("libefa-fi.so", command, sorted(SOURCES.glob("*.h"))).parent
 
 
 def libraries() -> list[str]:

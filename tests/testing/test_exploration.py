@@ -1,6 +1,6 @@
 """Random traffic under random faults, one seed after another: nothing hangs, nothing is counted or written wrongly.
 
-`AIOTE_TEST_SEEDS` asks for more seeds than `make test` has; two thousand take two minutes.
+`make test-all` plays more seeds than `make test`, and `AIOTE_TEST_SEEDS` asks for more; two thousand take two minutes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import pytest
 
 import aiote
 from aiote.testing import UNRULY, Fabric, run
+from machine import LONG
 
-SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 30)
+SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or (100 if LONG else 12))
 SIZE = 1 << 16
 IMM = 7
 PAGES = 20

@@ -1,6 +1,6 @@
 """Prepared requests in virtual time: they do what requests made anew do, are cancelled and lose rails at any moment.
 
-`AIOTE_TEST_SEEDS` asks for more seeds than `make test` has.
+`make test-all` plays more seeds than `make test`, and `AIOTE_TEST_SEEDS` asks for more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import aiote
 from aiote import ScatterTarget
 from aiote.testing import Fabric, run
+from machine import LONG
 
-SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 25)
+SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or (60 if LONG else 10))
 SIZE = 1 << 15
 PAGE = 128
 PAGES = SIZE // PAGE
