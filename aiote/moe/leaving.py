@@ -34,10 +34,11 @@ async def see_off(group: MoeGroup, lanes: Sequence[Lane], client: Client, rank: 
     Return once no write to it is in flight: then it revokes its lease, which would end writes to it, and to others in
     the same request.
     """
-    group.membership.departed[rank] = rounds
+    # What a rank says first counts, and one task checks it, however often the rank calls.
+    known = group.membership.departed.setdefault(rank, rounds) is not rounds
     for lane in lanes:
         lane.check_departed()
-    if group.config.on_loss == "raise":
+    if group.config.on_loss == "raise" and not known:
         group.start_task(_lose_debtor, group, lanes, client, rank)
     for lane in lanes:
         await lane.wait_quiet()
