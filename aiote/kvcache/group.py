@@ -12,7 +12,7 @@ retry and do not know each other. Each rank serves a `Worker`, which follows the
 
 In each case `Group.receive` ends only when the prefill ranks have stopped writing to the pages of every rank, because
 the stream of a rank ends only when its `Consumer.receive` has been left. A lost rank's stream ends without this
-confirmation, and so does that of a rank that is disconnected because it does not end it.
+confirmation, as does the stream of a rank that the leader disconnects because it does not end the request.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Worker(service.Service):
 class Group:
     """The leader's view of a decode group: the addresses of its ranks. The leader may use the engine of a rank.
 
-    A rank that has not ended a request within `confirm_timeout` seconds after it was told to is disconnected. The
-    timeout must be longer than that of the ranks' consumers.
+    A rank that has not ended a request within `confirm_timeout` seconds after it was told to is disconnected. Give a
+    longer time than the `confirm_timeout` of the ranks' consumers.
     """
 
     def __init__(self, engine: aiote.Engine, ranks: Sequence[Place], *, confirm_timeout: float = 30.0) -> None:

@@ -34,7 +34,7 @@ async def see_off(group: MoeGroup, lanes: Sequence[Lane], client: Client, rank: 
     Return once no write to it is in flight: then it revokes its lease, which would end writes to it, and to others in
     the same request.
     """
-    # What a rank says first counts, and one task checks it, however often the rank calls.
+    # The first call of a rank counts, and one task checks it, however often the rank calls.
     known = group.membership.departed.setdefault(rank, rounds) is not rounds
     for lane in lanes:
         lane.check_departed()
