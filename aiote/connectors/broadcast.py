@@ -405,7 +405,7 @@ class IncomingUpdate:
 
         reason: the failure of this receiver, if there is one; it is reported to senders unless the update has ended.
         Senders that this receiver's request has not reached are told in any case. For dead senders this takes up to
-        `heartbeat_timeout`.
+        `heartbeat_timeout`. Senders that do not end their calls within twice `drain_timeout` are disconnected.
         """
         self._closed = True
         if self._scope is not None:
@@ -415,13 +415,22 @@ class IncomingUpdate:
             await run_shielded(partial(self._decline, reason))
         for stream in self._streams:
             stream.close()
-        for stream in self._streams:
-            await run_shielded(stream.aclose)
+        for number in range(len(self._streams)):
+            await run_shielded(partial(self._end_stream, number))
         for counter in self._counters:
             counter.close()
         self._block.close()
         if not self._declined:
             await run_shielded(self._decline)
+
+    async def _end_stream(self, number: int) -> None:
+        """Wait until a sender's call has ended. An honest sender drains its write within `drain_timeout`."""
+        with anyio.move_on_after(2 * self.engine.config.drain_timeout) as late:
+            await self._streams[number].aclose()
+        if late.cancelled_caught:
+            if (peer := self.engine.find_peer(self.senders[number])) is not None:
+                peer.disconnect("it did not end its part of an update")
+            await self._streams[number].aclose()
 
     async def _decline(self, reason: str = "") -> None:
         async def decline(number: int) -> None:

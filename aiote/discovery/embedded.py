@@ -38,7 +38,7 @@ from .membership import (
     check_lease,
 )
 from .registry_server import MEMBERS_EACH, Keeping, Watching
-from .wire import MemberRecord, RosterUpdate
+from .wire import MOST_KNOWN, MemberRecord, RosterUpdate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -47,8 +47,6 @@ __all__ = ["EmbeddedRegistry"]
 
 LEAVE_S = 0.5
 """The most seconds that leaving waits for an unresponsive server: a cancelled task must not wait for a whole lease."""
-MOST_KNOWN = 1 << 16
-"""The most members that a server may report."""
 RENEWALS = 3
 """How often a lease is renewed within its duration."""
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from .membership import Member, Roster
@@ -86,20 +86,42 @@ class LeaseTable:
         `owner` is the engine that the session belongs to, by default the session itself. Reports with an outdated
         `number` are ignored.
         """
+        report = self.report(key, number, lease_s, {member.name for member in members}, members, now, owner)
+        return {name: reason for name, reason in report if reason}
+
+    def report(
+        self,
+        key: Hashable,
+        number: int,
+        lease_s: float,
+        names: Set[str],
+        members: Iterable[Member],
+        now: float,
+        owner: Hashable = None,
+    ) -> Iterator[tuple[str, str]]:
+        """Record a report as `keep` does, one name after another; yield each, and why it is refused, or an empty text.
+
+        The caller may pause after each. If a later report of the session comes then, or the session ends, this stops.
+        """
         session = self._sessions.get(key)
         if session is None:
             owner = key if owner is None else owner
             if not self._has_room_for_a_session(owner):
-                return {member.name: f"the registry has its {self._limit} clients" for member in members}
+                yield from [(name, f"the registry has its {self._limit} clients") for name in names]
+                return
             self._sessions_of[owner] += 1
             session = self._sessions[key] = _Session(number, lease_s, now + lease_s, owner)
         elif number < session.number:
-            return {}
+            return
         session.number, session.lease_s, session.deadline, session.postponed = number, lease_s, now + lease_s, 0
-        for name in session.names.keys() - {member.name for member in members}:
-            self._drop(name)
-        refusals = {member.name: self._enter(key, session, member) for member in members}
-        return {name: reason for name, reason in refusals.items() if reason}
+        for name in session.names.keys() - names:
+            if self._holders.get(name) == key:
+                self._drop(name)
+                yield name, ""
+        for member in members:
+            if self._sessions.get(key) is not session or session.number != number:
+                return
+            yield member.name, self._enter(key, session, member)
 
     def _enter(self, key: Hashable, session: _Session, member: Member) -> str:
         """Register a member, or update it; return why it is refused, or an empty text."""
@@ -210,8 +232,18 @@ class LeaseTable:
 
     def expire(self, now: float) -> None:
         """Remove the sessions whose leases have expired, and withdraw their members."""
+        for _ in self.expiring(now):
+            pass
+
+    def expiring(self, now: float) -> Iterator[None]:
+        """Do as `expire`, and yield after each member: the caller may pause then, and a session may be renewed."""
         for key in [key for key, session in self._sessions.items() if session.deadline <= now]:
-            self.forget(key)
+            while (session := self._sessions.get(key)) is not None and session.deadline <= now:
+                if not session.names:
+                    self.forget(key)
+                    break
+                self._drop(next(iter(session.names)))
+                yield
 
     def postpone(self, seconds: float) -> None:
         """Extend every lease by the time that the server did not listen; at most POSTPONED times until a renewal."""

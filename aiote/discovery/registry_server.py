@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 import aiote
@@ -24,7 +25,7 @@ from .. import service
 from ..service.background import LazySignal, run_background_tasks
 from .lease_table import LeaseTable
 from .membership import Attribute, Member, RegistryError, Roster, Watch
-from .wire import LeaseSeconds, MemberRecord, Number, RosterUpdate
+from .wire import MOST_KNOWN, LeaseSeconds, MemberRecord, Number, RosterUpdate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -45,6 +46,12 @@ LATE_S = 0.2
 GRACE_S = 1.0
 """The additional seconds that clients get to report after such a stop."""
 SHORTEST_SLEEP_S = 0.01
+AT_ONCE = 16
+"""After this many members of a report or of an expired lease, other tasks run: a member may take a look at every peer,
+every client and every watch.
+"""
+Keep: TypeAlias = Callable[[bytes, object, int, float, Sequence[MemberRecord]], Awaitable[dict[str, str]]]
+Refusals: TypeAlias = Annotated[dict[str, str], msgspec.Meta(max_length=MEMBERS_EACH)]
 Records: TypeAlias = Annotated[list[MemberRecord], msgspec.Meta(max_length=MEMBERS_EACH)]
 
 
@@ -53,11 +60,11 @@ class Keeping(service.Service):
 
     name = "aiote.Registry"
 
-    def __init__(self, keep: Callable[[bytes, object, int, float, list[Member]], dict[str, str]]) -> None:
+    def __init__(self, keep: Keep) -> None:
         self._keep = keep
 
     @service.method(idempotent=True)
-    async def keep(self, session: Number, number: Number, lease_s: LeaseSeconds, records: Records) -> dict[str, str]:
+    async def keep(self, session: Number, number: Number, lease_s: LeaseSeconds, records: Records) -> Refusals:
         """Record that this client has these members, and no others, for `lease_s`; return the refused ones, and why.
 
         `session` distinguishes the clients of one engine. `number` grows with each call of a session; a call that
@@ -65,7 +72,7 @@ class Keeping(service.Service):
         """
         address = service.current_call().peer.address
         key = (address.identity, address.incarnation, session)
-        return self._keep(address.identity, key, number, lease_s, [record.member() for record in records])
+        return await self._keep(address.identity, key, number, lease_s, records)
 
 
 class Watching(service.Service):
@@ -117,9 +124,10 @@ class RegistryServer:
     """The list of members, which one engine keeps for all; itself a `Registry`: `async with RegistryServer(engine):`.
 
     It serves calls of `aiote.service` on the engine, beside other services. It takes at most `limit` members and
-    `limit` clients. When it is full, a client of another engine takes the place of one of the engine that has the most
-    clients. `turned_away` counts the clients that get no place, `watchers` is the present number of clients that watch.
-    `admits` returns whether a peer may register members and watch; by default every peer with the cluster key may.
+    `limit` clients, up to 16,384. When it is full, a client of another engine takes the place of one of the engine that
+    has the most clients. `turned_away` counts the clients that get no place, `watchers` is the present number of
+    clients that watch. `admits` returns whether a peer may register members and watch; by default every peer with the
+    cluster key may.
     """
 
     in_touch = True
@@ -127,6 +135,8 @@ class RegistryServer:
     def __init__(
         self, engine: aiote.Engine, *, limit: int = MEMBERS, admits: Callable[[aiote.Peer], bool] = lambda _: True
     ) -> None:
+        if not 1 <= limit <= MOST_KNOWN:
+            raise aiote.UsageError(f"limit={limit!r}: expected 1 to {MOST_KNOWN} members, which clients take at most")
         self.turned_away = 0
         self._engine = engine
         self._limit = limit
@@ -201,13 +211,23 @@ class RegistryServer:
         own = owner == self._engine.address.identity
         return own or any(peer.address.identity == owner for peer in self._engine.peers)
 
-    def _keep(self, owner: bytes, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
+    async def _keep(
+        self, owner: bytes, key: object, number: int, lease_s: float, records: Sequence[MemberRecord]
+    ) -> dict[str, str]:
         """Record the members of a client; see `Keeping.keep`."""
         self._callers.require()
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
             self._sooner.wake_all()
-        return self._leases.keep(key, number, lease_s, members, now, owner)
+        names, members = {record.name for record in records}, map(MemberRecord.member, records)
+        refusals: dict[str, str] = {}
+        report = self._leases.report(key, number, lease_s, names, members, now, owner)
+        for count, (name, reason) in enumerate(report, 1):
+            if reason:
+                refusals[name] = reason
+            if count % AT_ONCE == 0:
+                await anyio.lowlevel.checkpoint()
+        return refusals
 
     async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:
         """Report members to one client. Raises RegistryError if there are too many clients."""
@@ -280,4 +300,6 @@ class RegistryServer:
             late = anyio.current_time() - due
             if late > LATE_S:
                 self._leases.postpone(late + GRACE_S)
-            self._leases.expire(anyio.current_time())
+            for count, _ in enumerate(self._leases.expiring(anyio.current_time()), 1):
+                if count % AT_ONCE == 0:
+                    await anyio.lowlevel.checkpoint()

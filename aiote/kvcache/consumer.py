@@ -10,7 +10,7 @@ A request borrows its pages from the program and returns them when its block is 
 
 All has arrived when all counts are complete and, if several ranks write, each of them has ended its stream without an
 error. The counts alone do not suffice then: all ranks count in one row, so extra counts of one rank could hide missing
-ones of another.
+ones of another. Ranks of the group that write nothing for the request do not count.
 
 Until the writes are over the pages are in *quarantine*. A rank that does not confirm its stop within `confirm_timeout`,
 or leaves more than `quarantine_pages` pages unconfirmed, is disconnected; its other requests fail, too.
@@ -145,7 +145,7 @@ class Reception:
                 counts[layer] += count
         if len(writers) > 1:
             self._unconfirmed = writers
-        self._block = block = self._consumer.immediates.open(list(counts.values()), [link.peer for link in self._links])
+        self._block = block = self._consumer.immediates.open(list(counts.values()), [link.peer for link in writers])
         for link in self._links:
             rows = rows_to({group: row for group, row in self.rows.items() if group in link.map.units})
             fetch = PushRequest(link.session, self.request, self.tokens, block.first, rows)

@@ -12,12 +12,13 @@ retry and do not know each other. Each rank serves a `Worker`, which follows the
 
 In each case `Group.receive` ends only when the prefill ranks have stopped writing to the pages of every rank, because
 the stream of a rank ends only when its `Consumer.receive` has been left. A lost rank's stream ends without this
-confirmation.
+confirmation, as does the stream of a rank that the leader disconnects because it does not end the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, cast
 
 import anyio
@@ -31,8 +32,7 @@ from .consumer import Consumer
 from .mapping import MappingError
 from .moving import Rows, token_count
 from .producers import Place
-from .protocol import Group as GroupNumber
-from .protocol import Name, Number, SentPageRow, TransferRefused, rows_of, rows_to
+from .protocol import Name, Number, SentRows, TransferRefused, rows_of, rows_to
 
 __all__ = ["Group", "Worker"]
 
@@ -43,7 +43,7 @@ class Receive(msgspec.Struct, array_like=True, frozen=True, eq=False):
     producers: Annotated[list[str], msgspec.Meta(max_length=1024)]
     request: Name
     tokens: Number
-    rows: dict[GroupNumber, SentPageRow]
+    rows: SentRows
     reads: bool
 
 
@@ -75,11 +75,16 @@ class Worker(service.Service):
 
 
 class Group:
-    """The leader's view of a decode group: the addresses of its ranks. `engine` may be the engine of one of them."""
+    """The leader's view of a decode group: the addresses of its ranks. `engine` may be the engine of one of them.
 
-    def __init__(self, engine: aiote.Engine, ranks: Sequence[Place]) -> None:
+    A rank that has not ended a request within `confirm_timeout` seconds after it was told to is disconnected. Give a
+    longer time than the `confirm_timeout` of the ranks' consumers.
+    """
+
+    def __init__(self, engine: aiote.Engine, ranks: Sequence[Place], *, confirm_timeout: float = 30.0) -> None:
         self._engine = engine
         self._ranks = ranks
+        self._confirm_timeout = confirm_timeout
 
     async def receive(
         self, producers: Sequence[Place], request: str, *, tokens: int, rows: Sequence[Rows] | Rows, reads: bool = False
@@ -117,5 +122,12 @@ class Group:
             async for _ in stream:
                 pass
         finally:
-            # Closing the stream cancels the call; `aclose` returns when the rank has left the request.
-            await run_shielded(stream.aclose)
+            await run_shielded(partial(self._end_call, peer, stream))
+
+    async def _end_call(self, peer: aiote.Peer, stream: service.Stream) -> None:
+        # Closing the stream cancels the call; `aclose` returns when the rank has left the request.
+        with anyio.move_on_after(self._confirm_timeout) as late:
+            await stream.aclose()
+        if late.cancelled_caught:
+            peer.disconnect(f"it has not ended a request within {self._confirm_timeout} s")
+            await stream.aclose()

@@ -16,11 +16,22 @@ import aiote
 from .. import service
 from ..aio import current_loop
 from ..service.background import run_shielded
+from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap
 from .moving import PagedMoves, Rows, TransferBatch, TransferStatistics, Written, check_rows, check_target, token_count
 from .offers import Offer, Offers, Push
-from .protocol import NoSessionError, Opened, Pinned, PushRequest, TransferRefused, Transfers, rows_of, rows_to
-from .tensors import Cache, CacheSpec
+from .protocol import (
+    MOST_NAMED,
+    NoSessionError,
+    Opened,
+    Pinned,
+    PushRequest,
+    TransferRefused,
+    Transfers,
+    rows_of,
+    rows_to,
+)
+from .tensors import FEW_TENSORS, Cache, CacheSpec
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -151,8 +162,7 @@ class Producer:
 
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened:
         """Open a session: map the cache onto a part of a decode rank's cache. Raises MappingError, TransferRefused."""
-        part.check()
-        cache_map = CacheMap(self.spec, part)
+        cache_map = await self._map(part)
         if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
             raise TransferRefused(
                 "the decode rank's call does not fit: expected an immediate for each layer and a "
@@ -171,6 +181,18 @@ class Producer:
         counted = dict(zip(part.layers, immediates, strict=True))
         self._sessions[number] = DecodeSession(peer, cache_map, counted, targets)
         return Opened(number, [] if memories else [region.descriptor for region in self._regions])
+
+    async def _map(self, part: CacheSpec) -> CacheMap:
+        """Map the cache onto a part. Raises MappingError, and UsageError for an impossible part."""
+
+        def check_and_map() -> CacheMap:
+            part.check()
+            return CacheMap(self.spec, part)
+
+        if len(part.tensors) <= FEW_TENSORS:
+            return check_and_map()
+        made: CacheMap = await CallEndpoint.of(self.engine).in_thread(check_and_map)
+        return made
 
     def _forget(self, peer: aiote.Peer) -> None:
         """Drop the sessions of lost peers, and the longest unused session of a peer that opens too many."""
@@ -262,7 +284,8 @@ class Producer:
             while self._sessions.get(session) is own:
                 await anyio.sleep(interval)
                 if found := [request for request in own.asked if self._offers.is_moving(request, seen)]:
-                    yield found
+                    for start in range(0, len(found), MOST_NAMED):
+                        yield found[start : start + MOST_NAMED]
                 seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
         finally:
             own.told = False

@@ -24,8 +24,8 @@ from .. import service
 from ..service.background import TaskScope
 from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap, assign
-from .protocol import MOST_RENEWED, TransferRefused, Transfers
-from .tensors import CacheSpec
+from .protocol import MOST_NAMED, TransferRefused, Transfers
+from .tensors import FEW_TENSORS, CacheSpec
 
 __all__ = ["Links", "Place", "PrefillSession"]
 
@@ -127,16 +127,14 @@ class Links:
         peers = [await self._peer(place) for place in places]
         clients = [service.client(self._engine, peer, Transfers) for peer in peers]
         specs = [await client.describe() for client in clients]
-        try:
-            for spec in specs:
-                spec.check()
-        except aiote.UsageError as error:
-            raise TransferRefused(f"a prefill rank describes an impossible cache: {error}") from None
         # Open a session also with ranks whose part is empty: an offer ends when all ranks of the decode group came.
-        parts = assign(specs, self._spec, self._turn)
+        if sum(len(spec.tensors) for spec in specs) > FEW_TENSORS:
+            maps = await CallEndpoint.of(self._engine).in_thread(self._mapped, specs)
+        else:
+            maps = self._mapped(specs)
         links = [
-            await self._link(peer, client, CacheMap(spec, part), reads)
-            for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
+            await self._link(peer, client, cache_map, reads)
+            for peer, client, cache_map in zip(peers, clients, maps, strict=True)
         ]
         # Start the tasks only when all ranks have agreed, so that a refusal leaves no task to end.
         for link in links:
@@ -145,11 +143,21 @@ class Links:
                 self._scope.start(link.hear_progress, self._limit / 4)
         return links
 
+    def _mapped(self, specs: Sequence[CacheSpec]) -> list[CacheMap]:
+        """Map the caches of a group's ranks onto parts of the own cache. Raises MappingError, TransferRefused."""
+        try:
+            for spec in specs:
+                spec.check()
+        except aiote.UsageError as error:
+            raise TransferRefused(f"a prefill rank describes an impossible cache: {error}") from None
+        parts = assign(specs, self._spec, self._turn)
+        return [CacheMap(spec, part) for spec, part in zip(specs, parts, strict=True)]
+
     async def renew(self, place: Place, requests: Sequence[str]) -> None:
         """Tell a prefill rank that requests are still wanted. Raises PeerError, CallError."""
         client = service.client(self._engine, await self._peer(place), Transfers)
-        for start in range(0, len(requests), MOST_RENEWED):
-            await client.renew(list(requests[start : start + MOST_RENEWED]))
+        for start in range(0, len(requests), MOST_NAMED):
+            await client.renew(list(requests[start : start + MOST_NAMED]))
 
     async def _peer(self, place: Place) -> aiote.Peer:
         """Return the peer at a place; connect again if it is lost, because a lost Peer never comes back."""

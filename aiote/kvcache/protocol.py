@@ -37,17 +37,30 @@ import aiote
 
 from .. import service
 from .mapping import MappingError, PageRow
-from .tensors import CacheSpec
+from .tensors import MAX_GROUPS, MAX_MEMORIES, MAX_TENSORS, CacheSpec
 
-__all__ = ["NoSessionError", "Opened", "Pinned", "PushRequest", "TransferRefused", "Transfers", "rows_of", "rows_to"]
+__all__ = [
+    "MOST_NAMED",
+    "NoSessionError",
+    "Opened",
+    "Pinned",
+    "PushRequest",
+    "SentRows",
+    "TransferRefused",
+    "Transfers",
+    "rows_of",
+    "rows_to",
+]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Interval: TypeAlias = Annotated[float, Meta(ge=0.01, le=3600)]
 Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
-MOST_RENEWED = 4096
-"""The most requests in one `renew` message."""
+MOST_NAMED = 4096
+"""The most requests in one message of `renew` or `moving`."""
+Names: TypeAlias = Annotated[list[Name], Meta(max_length=MOST_NAMED)]
+Descriptors: TypeAlias = Annotated[list[Descriptor], Meta(max_length=MAX_MEMORIES)]
 
 
 class TransferRefused(aiote.AioteError):
@@ -65,11 +78,14 @@ class SentPageRow(msgspec.Struct, array_like=True, frozen=True, eq=False):
     start: Number
 
 
+SentRows: TypeAlias = Annotated[dict[Group, SentPageRow], Meta(max_length=MAX_GROUPS)]
+
+
 class Opened(msgspec.Struct, array_like=True, frozen=True):
     """A session's number, and descriptors of the prefill rank's memories."""
 
     session: Number
-    memories: list[Descriptor]
+    memories: Descriptors
 
 
 class PushRequest(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -79,14 +95,14 @@ class PushRequest(msgspec.Struct, array_like=True, frozen=True, eq=False):
     request: Name
     tokens: Number
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
-    rows: dict[Group, SentPageRow]
+    rows: SentRows
 
 
 class Pinned(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request's pages at the prefill rank, which keeps them until `finish`."""
 
     tokens: Number
-    rows: dict[Group, SentPageRow]
+    rows: SentRows
 
 
 class PrefillRank(Protocol):
@@ -126,7 +142,9 @@ class Transfers(service.Service):
         return self._rank.describe()
 
     @service.method(raises=[MappingError, TransferRefused])
-    async def open(self, part: CacheSpec, immediates: list[Number], memories: list[Descriptor]) -> Opened:
+    async def open(
+        self, part: CacheSpec, immediates: Annotated[list[Number], Meta(max_length=MAX_TENSORS)], memories: Descriptors
+    ) -> Opened:
         """Open a session; the i-th layer of the part counts on the immediate `imm + immediates[i]` of a request."""
         return await self._rank.open(service.current_call().peer, part, immediates, memories)
 
@@ -143,14 +161,14 @@ class Transfers(service.Service):
                 yield item
 
     @service.method(raises=[TransferRefused, NoSessionError])
-    async def moving(self, session: Number, interval: Interval) -> AsyncIterator[list[Name]]:
+    async def moving(self, session: Number, interval: Interval) -> AsyncIterator[Names]:
         """Yield every `interval` seconds the requests of a session that are not stuck, if there are any."""
         async with aclosing(self._rank.moving(service.current_call().peer, session, interval)) as items:
             async for item in items:
                 yield item
 
     @service.method(idempotent=True)
-    async def renew(self, requests: Annotated[list[Name], Meta(max_length=MOST_RENEWED)]) -> None:
+    async def renew(self, requests: Names) -> None:
         """Keep requests that still wait for pages of the caller; the rank's `match_timeout` begins anew for them."""
         self._rank.renew(requests)
 

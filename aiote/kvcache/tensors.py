@@ -25,10 +25,13 @@ from ..core.gpu_arrays import gpu_array
 from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 
-__all__ = ["Cache", "CacheSpec", "CacheTensor"]
+__all__ = ["FEW_TENSORS", "Cache", "CacheSpec", "CacheTensor"]
 
 MAX_MEMORIES = 1024
 MAX_TENSORS = 16384
+MAX_GROUPS = 1024
+FEW_TENSORS = 512
+"""Specs with more tensors are checked and mapped in a thread; for a thousand tensors this takes 10 to 20 ms."""
 AXES = ("layer", "field", "page", "head", "token", "item")
 
 Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 47)]
@@ -102,10 +105,10 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
     def check(self) -> None:
         """Raise UsageError for a tensor that leaves its memory, overlaps itself, or comes twice.
 
-        Also for tensors of one group whose pages hold different numbers of tokens. Tensors that overlap each other are
-        not checked: that is the caller's responsibility.
+        Also for too many groups, and for tensors of one group whose pages hold different numbers of tokens. Tensors
+        that overlap each other are not checked: that is the caller's responsibility.
         """
-        seen = set()
+        seen, groups = set[tuple[int, int, str]](), set[int]()
         tokens: dict[int, int] = {}
         for tensor in self.tensors:
             if tensor.memory >= len(self.memories):
@@ -128,11 +131,14 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
             if tensor.key in seen:
                 raise UsageError(f"{self.name}: {tensor} was added twice")
             seen.add(tensor.key)
+            groups.add(tensor.group)
             if tensor.tokens and tokens.setdefault(tensor.group, tensor.tokens) != tensor.tokens:
                 raise UsageError(
                     f"{self.name}: {tensor}: its group also has pages of {tokens[tensor.group]} tokens; "
                     "use another group for other pages"
                 )
+        if len(groups) > MAX_GROUPS:
+            raise UsageError(f"{self.name}: its tensors are in {len(groups)} groups, expected at most {MAX_GROUPS}")
 
     @cached_property
     def layers(self) -> list[int]:

@@ -152,7 +152,7 @@ class MoeGroup:
         """Begin a new epoch without any round in progress. Every rank that takes part calls it.
 
         Returns when all of them have. Rounds in progress on any rank are lost; no more of their writes arrive. After a
-        cancellation or a failure it may be called again. Raises PeerError if a rank cannot be reached.
+        cancellation or a failure it may be called again. Raises PeerError; GroupBrokenError if a rank is always ahead.
         """
         self.abort("it resets the group")
         await self._renew(())
@@ -199,7 +199,7 @@ class MoeGroup:
                 self._tasks.start(self._tell_break, rank, self.membership.epoch, tell)
 
     async def _tell_break(self, rank: int, epoch: int, reason: str) -> None:
-        with suppress(aiote.AioteError):
+        with suppress(aiote.AioteError), anyio.move_on_after(self.engine.config.drain_timeout):
             await self._client(rank).broke(self.rank, epoch, reason[:200])
 
     def lose(self, rank: int, reason: str) -> None:
@@ -323,7 +323,7 @@ class MoeGroup:
                 self.membership.require_whole()
                 break
             await self._take_back()
-            self.membership.reset(latest)
+            self.membership.follow(latest, [rank for rank, met in found.items() if met.epoch > epoch])
         await self._attach_inboxes(found)
 
     def _open_counters(self) -> None:

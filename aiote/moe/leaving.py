@@ -36,10 +36,11 @@ async def handle_departure(
     Return once no write to it is in flight. Then the rank revokes its lease, which would fail a write to it, and the
     writes to other ranks in the same request.
     """
-    group.membership.departed[rank] = rounds
+    # The first call of a rank counts, and one task checks it, however often the rank calls.
+    known = group.membership.departed.setdefault(rank, rounds) is not rounds
     for lane in lanes:
         lane.check_departed()
-    if group.config.on_loss == "raise":
+    if group.config.on_loss == "raise" and not known:
         group.start_task(_lose_if_incomplete, group, lanes, client, rank)
     for lane in lanes:
         await lane.wait_quiet()

@@ -22,6 +22,7 @@ interpreted. A reset begins a new epoch with new immediates.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -30,6 +31,10 @@ from ..errors import AioteError, UsageError
 __all__ = ["GroupBrokenError", "Membership", "MoeOverflowError", "NotBegunError", "Phase", "RoundState"]
 
 Phase = Literal["idle", "sent", "dispatched", "answered"]
+MOST_FOLLOWED = 256
+"""How many later epochs a rank follows others into before it gives up a reset. Honest ranks agree after a few; a rank
+that always claims to be ahead would keep the others from entering any.
+"""
 STEPS: dict[str, tuple[Phase, Phase]] = {
     "dispatch_send": ("idle", "sent"),
     "dispatch_recv": ("sent", "dispatched"),
@@ -115,6 +120,8 @@ class Membership:
         """The ranks among these whose connection has ended, and why: all that they wrote has been counted."""
         self._masks = masks
         self._masked: dict[int, str] = {}
+        self._followed = 0
+        self._ahead = Counter[int]()
 
     @property
     def active(self) -> list[int]:
@@ -168,10 +175,27 @@ class Membership:
         if epoch <= self.epoch:
             raise UsageError(f"epoch {epoch} is not later than {self.epoch}")
         self.epoch, self.failure, self.heard = epoch, None, False
+        self._followed, self._ahead = 0, Counter()
         self.departed.clear()
         self.gone.clear()
         for rank in back:
             self._masked.pop(rank, None)
+
+    def follow(self, epoch: int, ranks: Iterable[int]) -> None:
+        """Go on to a later epoch, which these ranks are in, or which comes after one that a rank broke.
+
+        Raises GroupBrokenError, which names the ranks, after MOST_FOLLOWED epochs since the last `reset`.
+        """
+        followed, ahead = self._followed + 1, self._ahead
+        ahead.update(ranks)
+        if followed > MOST_FOLLOWED:
+            often = ", ".join(f"rank {rank} {count} times" for rank, count in ahead.most_common(8))
+            raise GroupBrokenError(
+                f"{MOST_FOLLOWED} epochs were broken, or some rank was in a later one ({often or 'none'}); leave out a "
+                "rank that is always ahead"
+            )
+        self.reset(epoch)
+        self._followed, self._ahead = followed, ahead
 
     def require_whole(self) -> None:
         """Raise the reason why the group is broken, if it is."""

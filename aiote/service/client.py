@@ -20,7 +20,7 @@ from .codec import check_dtype, describe_array
 from .definition import Method, Service, methods_of
 from .endpoint import CallEndpoint, Limits
 from .errors import CallError, CallLostError, NotServedError, RemoteError
-from .exchange import PendingCall, begin, result_of
+from .exchange import PendingCall, begin, long_result_of, result_of
 from .frames import CallStatus, OutSpec
 from .interceptors import CallInfo, Interceptor, run_interceptors
 from .link import Link
@@ -177,7 +177,7 @@ class Caller:
             # The server's clock reached the deadline first. Give the caller's own scope, if it still exists, the time
             # to cancel this wait.
             await anyio.sleep_until(pending.deadline + LATE_S)
-        return result_of(pending, method)
+        return await long_result_of(pending, method) if pending.is_long else result_of(pending, method)
 
     def stream(self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Stream:
         """Return the items of a stream. The call begins when the first item is awaited."""

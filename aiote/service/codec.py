@@ -19,10 +19,25 @@ from numpy.typing import NDArray
 from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 
-__all__ = ["INLINE_BYTES", "array_of", "check_dtype", "decode", "decoder", "describe_array", "encode"]
+__all__ = [
+    "INLINE_BYTES",
+    "LONG_BODY",
+    "array_of",
+    "check_dtype",
+    "decode",
+    "decoder",
+    "describe_array",
+    "encode",
+    "takes_long",
+]
 
 INLINE_BYTES = 8192
 """Arrays up to this size travel in the message itself: one message is then faster than a write and a message."""
+LONG_BODY = 64 << 10
+LONG_ARRAYS = 1 << 20
+"""Longer bodies and arrays are decoded in a thread. Copying a MiB of arrays takes 0.1 ms, but a body of 64 KiB may hold
+10,000 empty arrays, which take tens of milliseconds.
+"""
 MAX_DIMENSIONS = 32
 DTYPES = {numpy.dtype(code).str: numpy.dtype(numpy.dtype(code).str) for code in "?bBhHiIqQefdgFDG"}
 """The dtypes that may travel, by their texts. Texts from other processes are looked up here and never passed to
@@ -149,3 +164,12 @@ def decode(
         raise msgspec.ValidationError(str(error)) from error
     finally:
         _arrays.take = None
+
+
+def takes_long(body: bytes, pieces: Sequence[tuple[int, int, int]], outside: bool) -> bool:
+    """Return whether a value is to be decoded in a thread. `outside`: the last piece is its body."""
+    if not pieces:
+        return len(body) >= LONG_BODY
+    if outside and pieces[-1][2] >= LONG_BODY:
+        return True
+    return len(body) >= LONG_BODY or sum([piece[2] for piece in pieces]) >= LONG_ARRAYS

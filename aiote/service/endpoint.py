@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass, fields
@@ -11,6 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
+from msgspec.msgpack import Decoder
 from numpy.typing import NDArray
 
 import aiote
@@ -18,6 +19,7 @@ import aiote
 from ..aio import EventLoop, LoopTask, Signal, Waiter, current_loop, run, wake
 from ..transfers import Access, Registrations, SharedRegistration
 from .background import report_callback_error
+from .codec import LONG_BODY, decode
 from .frames import (
     MAGIC,
     Ask,
@@ -45,6 +47,12 @@ MAX_KEPT = 32
 """The most registrations that are kept for the next call: each of them costs the NIC resources."""
 TURN = 128
 """After this many frames (one message may hold a thousand), the reader lets the tasks run that the frames woke."""
+THREADS = 2
+"""How many threads work for all peers on what would block the event loop. With more, the loop would wait longer for its
+turn to run Python code.
+"""
+TURN_BYTES = 64 << 10
+"""After messages of this many bytes, too: frames may hold items of streams, which are decoded when they arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,7 @@ class CallEndpoint:
         self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
         self._over = Signal(self.loop)
+        self._threads: anyio.CapacityLimiter | None = None
         self._part: Link | None = None  # the link whose message is being read
         self.reading = self._direct = self._due = False
         self._unsent: list[Link] = []
@@ -152,6 +161,18 @@ class CallEndpoint:
     def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
         """Run a coroutine function in a task of the loop's own."""
         return self.loop.spawn(function, *args, name=name)
+
+    async def in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in one of THREADS threads. Cancelling waits for its end."""
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(THREADS)
+        return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
+
+    async def decode(self, decoder: Decoder[Any], body: bytes, take: Callable[[int, int], memoryview]) -> Any:
+        """Decode a long value in a thread; `codec.decode` has the arguments. Cancelling waits for the thread's end."""
+        # A thread that copies arrays leaves the loop its turn, so there is no need to limit these.
+        copies = len(body) < LONG_BODY
+        return await (anyio.to_thread.run_sync if copies else self.in_thread)(decode, decoder, body, take)
 
     def link_to(self, peer: aiote.Peer) -> Link:
         """Return the link to a peer, made if there is none yet; a link to a lost peer is ended already."""
@@ -233,20 +254,21 @@ class CallEndpoint:
                 self.loop.call_soon(link.flush)
 
     def _read_some(self) -> bool:
-        """Take up to TURN frames; tell whether there may be more."""
+        """Take up to TURN frames, from messages of about TURN_BYTES; tell whether there may be more."""
         left = TURN
         while left > 0:
             if self._part is None:
                 message = None if self.engine.closed else self.engine.recv_nowait()
                 if message is None:
                     return False
-                left -= 1  # so that messages without frames count as well
+                left -= 1 + len(message.data) * TURN // TURN_BYTES  # messages without frames count as well
                 link = self._link_of(message)
                 if link is None:
                     self.unknown += 1
                     continue
                 link.incoming, self._part = frames_of(message.data), link
-            count = self._take(self._part, left)
+                continue
+            count = self._take(self._part, self._part.incoming, left)
             if count < left:
                 self._part = None
             left -= count
@@ -276,24 +298,24 @@ class CallEndpoint:
             return None
         return self.link_to(message.source)
 
-    def _take(self, link: Link, most: int) -> int:
-        """Handle up to `most` frames of the message that is being read; return their number, less than `most` at its
-        end.
-        """
+    def _take(self, link: Link, frames: Iterator[Frame], most: int) -> int:
+        """Handle up to `most` of a message's frames; return their number, less than `most` at the message's end."""
         count = 0
         try:
-            for frame in islice(link.incoming, most):
+            for frame in islice(frames, most):
                 count += 1
                 self._dispatch(link, frame)
         except (ValueError, KeyError, aiote.UsageError) as error:
-            link.incoming = iter(())
             link.peer.disconnect(f"what it says of its calls cannot be: {error}"[:200])
         except Exception as error:
             # This is an error of this engine. Report it here, and only disconnect the peer.
-            link.incoming = iter(())
             report_callback_error(error)
             link.peer.disconnect("this side failed")
-        return count
+        else:
+            return count
+        # The rest of the message does not count any more.
+        link.incoming = iter(())
+        return 0
 
     def _dispatch(self, link: Link, frame: Frame) -> None:
         match frame:
@@ -393,15 +415,21 @@ class CallEndpoint:
     async def _end(self, link: Link) -> None:
         """Handle the last messages of a lost peer, then end its link."""
         # `_read` may have paused within a message. This handles the rest, so `_read` finds no more frames in it.
-        self._take(link, sys.maxsize)
+        await self._take_all(link, link.incoming)
         async for message in link.peer.messages():
             if message.data[:1] == MAGIC:
-                link.incoming = frames_of(message.data)
-                self._take(link, sys.maxsize)
+                await self._take_all(link, frames_of(message.data))
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
         await link.lent.close()
         await link.staging.close()
+
+    async def _take_all(self, link: Link, frames: Iterator[Frame]) -> None:
+        """Handle a message's frames, and let other tasks run after each TURN of them, and at its end."""
+        count = TURN
+        while count == TURN:
+            count = self._take(link, frames, TURN)
+            await anyio.lowlevel.checkpoint()
 
     def hold(self, array: NDArray[Any], *, filled: bool = False) -> SharedRegistration:
         """Return the registration of an array, a kept one or a new one; the caller gives it back by `let_go`.

@@ -11,7 +11,7 @@ import msgspec
 import aiote
 
 from ..observe.context import CONTEXT_BYTES, call_context
-from .codec import encode
+from .codec import encode, takes_long
 from .definition import Method
 from .errors import (
     BusyError,
@@ -25,7 +25,7 @@ from .errors import (
 from .frames import MAX_LEFT_S, CallFrame, CallStatus, End, Items, Piece
 from .link import FRAME_BYTES, PIECE_BYTES, Link
 
-__all__ = ["PendingCall", "UnderWay", "begin", "failure", "result_of"]
+__all__ = ["PendingCall", "UnderWay", "begin", "failure", "long_result_of", "result_of"]
 
 REFUSALS: dict[int, tuple[type[CallError], str]] = {
     CallStatus.BUSY: (BusyError, "the server has no room for it"),
@@ -73,7 +73,7 @@ class UnderWay(ABC):
 
 
 class PendingCall(UnderWay):
-    """A call with one result."""
+    """A call with one result. `long_result_of` takes a result that `is_long`, `result_of` any other end."""
 
     __slots__ = ("waiter",)
 
@@ -89,6 +89,12 @@ class PendingCall(UnderWay):
                 self.link.free_pieces(end.pieces)
         else:
             self.link.endpoint.wake(self.waiter)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether decoding the result would take long."""
+        end = self.end
+        return end is not None and end.status == CallStatus.DONE and takes_long(end.body, end.pieces, end.outside)
 
     def items(self, frame: Items) -> None:
         """Refuse items, because this call is not a stream. Raises ValueError."""
@@ -155,11 +161,27 @@ def result_of(pending: PendingCall, method: Method) -> Any:
     except ValueError as error:
         if end.status != CallStatus.DONE:
             raise
-        raise RemoteError(
-            method.name, "ValidationError", f"the result is not of the annotated type: {error}"
-        ) from error
+        raise _wrong_result(method, error) from error
     finally:
         link.free_pieces(end.pieces)
+
+
+async def long_result_of(pending: PendingCall, method: Method) -> Any:
+    """Return the result of a call that ended with one, and decode it in a thread. Raises RemoteError."""
+    end, link = pending.end, pending.link
+    assert end is not None
+    try:
+        body, take = link.open_body(end, end.body)
+        return await link.endpoint.decode(method.read_result, body, take)
+    except ValueError as error:
+        raise _wrong_result(method, error) from error
+    finally:
+        # The thread has ended: also a cancelled wait waits for it.
+        link.free_pieces(end.pieces)
+
+
+def _wrong_result(method: Method, error: ValueError) -> RemoteError:
+    return RemoteError(method.name, "ValidationError", f"the result is not of the annotated type: {error}")
 
 
 def failure(method: Method, end: End, *, timed: bool) -> Exception:
@@ -181,5 +203,8 @@ def failure(method: Method, end: End, *, timed: bool) -> Exception:
         names, text = [], ""
     for name in names:
         if name in method.raises:
-            return method.raises[name](text)
+            try:
+                return method.raises[name](text)
+            except Exception:  # Its constructor takes something else than a text.
+                break
     return RemoteError(method.name, names[0] if names else "Exception", text)

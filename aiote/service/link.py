@@ -157,8 +157,6 @@ class Link:
             # This engine's own limit bounds the messages to the peer, too.
             own = self.endpoint.engine.config.message_bytes
             self.room = min(hello.message_bytes, own, 1 << 20) - 2 * FRAME_BYTES
-            self._generations = [0] * hello.slots
-            self._free.extend(range(hello.slots))
             self._changed.set()
         if hello.asks:
             self._greet(asks=False)
@@ -168,14 +166,17 @@ class Link:
     @property
     def has_slot(self) -> bool:
         """Whether one more call may begin now."""
-        return bool(self._free)
+        return bool(self._free) or (self.hello is not None and len(self._generations) < self.hello.slots)
 
     async def take_slot(self, caller: OutgoingCall) -> int:
         """Wait for a free slot and take it for a call; return -1 if the peer is lost."""
-        while not self._free:
+        while not self.has_slot:
             if self.lost:
                 return -1
             await self._changed.wait()
+        if not self._free:  # Slots take memory once they are used, because the peer says how many there are.
+            self._free.append(len(self._generations))
+            self._generations.append(0)
         slot = self._free.popleft()
         self._generations[slot] += 1
         caller.generation = self._generations[slot]

@@ -132,9 +132,11 @@ class Chooser:
         """Connect to waiting members, up to CONNECTING at a time."""
         places = {(address.host, address.port) for address in self._connecting}
         left = []
-        for address in self._waiting:
-            room = len(self._connecting) < CONNECTING and len(self._links) + len(self._connecting) < CONNECTED
-            if not room or (address.host, address.port) in places:
+        for number, address in enumerate(self._waiting):
+            if len(self._connecting) >= CONNECTING or len(self._links) + len(self._connecting) >= CONNECTED:
+                left += self._waiting[number:]
+                break
+            if (address.host, address.port) in places:
                 left.append(address)
                 continue
             places.add((address.host, address.port))

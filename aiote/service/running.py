@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 import numpy
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import LoopTask, Signal
-from .codec import array_of, check_dtype, decode, encode
+from .codec import array_of, check_dtype, decode, encode, takes_long
 from .definition import Method
 from .frames import CallFrame, CallStatus, End, Items, OutSpec
 from .interceptors import CallInfo, run_interceptors
@@ -32,8 +31,6 @@ __all__ = ["Running", "current_call"]
 
 MAX_TEXT = 4096
 BATCH_ITEMS = 64
-LONG_BYTES = 1 << 20
-"""Longer arguments are decoded in a thread, because decoding would block the event loop for tens of milliseconds."""
 RESULT_S = 60.0
 """How long a result may wait for a place in its caller's memory, and be written there, before the peer is disconnected.
 """
@@ -195,12 +192,11 @@ class Running:
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
         try:
-            body, take = link.open_body(frame, frame.body, self._charge)
-            # Count the arrays, too, because decoding copies them. One C call decodes the rest and keeps the GIL.
-            if len(body) + sum(length for _, _, length in frame.pieces) < LONG_BYTES:
-                bound = decode(method.read_arguments, body, take)
+            body, take = link.open_body(frame, frame.body, self.charge)
+            if takes_long(frame.body, frame.pieces, frame.outside):
+                bound = await link.endpoint.decode(method.read_arguments, body, take)
             else:
-                bound = await anyio.to_thread.run_sync(decode, method.read_arguments, body, take)
+                bound = decode(method.read_arguments, body, take)
         except ValueError as error:
             raise _Invalid(str(error)) from error
         arguments = [getattr(bound, name) for name in bound.__struct_fields__]
@@ -215,13 +211,14 @@ class Running:
             error.__traceback__ = None
             raise
 
-    def _charge(self, nbytes: int) -> None:
+    def charge(self, nbytes: int) -> None:
+        """Charge bytes of objects to the caller's share until the call's end. Raises _NoRoom beyond the limits."""
         try:
             self.link.endpoint.budget.charge(self.link.share, nbytes, self.link.unfolded_bytes)
         except BlockingIOError as error:
             raise _NoRoom(str(error)) from error
         self.link.unfolded_bytes += nbytes
-        self._unfolded_bytes = nbytes
+        self._unfolded_bytes += nbytes
 
     async def place(self, value: object) -> Parcel:
         """Encode a result or an item, and write its long parts into the caller's memory; return its parcel.
@@ -250,7 +247,7 @@ class Running:
 
     async def _fill(self, bound: Any, arguments: list[Any]) -> Parcel:
         fields = bound.__struct_fields__
-        outs = [_Filled(self.link, arguments[fields.index(name)], kind) for name, kind in self._method.outs.items()]
+        outs = [_Filled(self, arguments[fields.index(name)], kind) for name, kind in self._method.outs.items()]
         for name, out in zip(self._method.outs, outs, strict=True):
             arguments[fields.index(name)] = out.open()
         result = await self._function(*arguments)
@@ -285,15 +282,15 @@ def _describe_error(error: Exception, room: int) -> bytes:
 class _Filled:
     """A caller's array that the method fills: it lies in this engine's memory and is then written to the caller's."""
 
-    def __init__(self, link: Link, spec: OutSpec, kind: Any) -> None:
-        self._link = link
+    def __init__(self, running: Running, spec: OutSpec, kind: Any) -> None:
+        self._running, self._link = running, running.link
         self.remote: aiote.RemoteRegion | None = None
         try:
             self._dtype, self._shape, self._nbytes = array_of(spec.dtype, spec.shape)
             check_dtype(kind, self._dtype)
             if spec.descriptor:
-                engine = link.endpoint.engine
-                found = engine.attach(spec.descriptor, owner=link.peer, access="write", nbytes=self._nbytes)
+                engine = self._link.endpoint.engine
+                found = engine.attach(spec.descriptor, owner=self._link.peer, access="write", nbytes=self._nbytes)
                 self.remote = found[0 : self._nbytes]
         except ValueError as error:
             raise _Invalid(str(error)) from error
@@ -306,6 +303,7 @@ class _Filled:
                 raise _Invalid(
                     f"the array of {self._nbytes} bytes to be filled was not lent; a caller lends an array of this size"
                 )
+            self._running.charge(self._nbytes)
             self.array = numpy.zeros(self._shape, self._dtype)
         else:
             try:

@@ -79,6 +79,7 @@ class Server:
         self._running: set[Running] = set()
         self._held = Counter[bytes]()
         self._queues: dict[bytes, deque[Running]] = {}
+        self._queued = 0
         self._changed = Signal(endpoint.loop)
         # Calls run in the context of `serve`, not in the context in which this engine's endpoint was made.
         self.context = contextvars.copy_context()
@@ -96,7 +97,7 @@ class Server:
     @property
     def queued(self) -> int:
         """The number of calls that wait in the queue."""
-        return sum(map(len, self._queues.values()))
+        return self._queued
 
     def call(self, link: Link, frame: CallFrame) -> None:
         """Start a call, queue it or refuse it."""
@@ -131,6 +132,7 @@ class Server:
         running.queued = True
         running.link.running[running.frame.slot] = running
         self._queues.setdefault(running.link.identity, deque()).append(running)
+        self._queued += 1
 
     def _make_room(self, link: Link, nbytes: int) -> bool:
         """Refuse the last call of the identity with the most calls in the queue; tell whether this made room.
@@ -183,6 +185,7 @@ class Server:
     def _dequeue(self, identity: bytes, running: Running) -> None:
         queue = self._queues[identity]
         queue.remove(running)
+        self._queued -= 1
         if not queue:
             del self._queues[identity]
 

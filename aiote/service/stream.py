@@ -8,11 +8,13 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..aio import Waiter
 from ..core.address import Address
 from ..errors import UsageError
+from .codec import takes_long
 from .definition import Method
 from .errors import CallError, CallLostError, RemoteError
 from .exchange import UnderWay, failure
@@ -32,10 +34,12 @@ class IncomingStream(UnderWay):
     """A stream in flight: the items that have arrived, in any order, and how many of them the reader has taken.
 
     Items are decoded on arrival, so that an unread item occupies no lent memory that other calls to this peer need.
+    Long ones are decoded in a thread, one after the other.
     """
 
     __slots__ = (
         "_damage",
+        "_decoding",
         "_frames",
         "_largest",
         "_listener",
@@ -53,6 +57,7 @@ class IncomingStream(UnderWay):
         super().__init__(link)
         self._method = method
         self._frames: dict[int, list[Any]] = {}
+        self._decoding: dict[int, Items] = {}
         self._ready: deque[Any] = deque()
         self._received = self._taken = self._told = self._unread = self._largest = self._unfolded = 0
         self._waiter: Waiter | None = None
@@ -72,7 +77,8 @@ class IncomingStream(UnderWay):
         last = frame.first + len(frame.bodies)
         # An abandoned stream has no reader, so count arrived items as taken. The server receives the Cancel soon.
         most = (self.arrived if self.abandoned else self._taken) + limits.stream_items
-        if not frame.bodies or frame.first < self._received or last > most or frame.first in self._frames:
+        known = frame.first in self._frames or frame.first in self._decoding
+        if not frame.bodies or frame.first < self._received or last > most or known:
             raise ValueError(
                 f"items {frame.first} to {last} are out of order or beyond the limit: the stream was read "
                 f"up to item {self._taken}"
@@ -80,11 +86,20 @@ class IncomingStream(UnderWay):
         if frame.pieces and len(frame.bodies) > 1:
             raise ValueError("an item with arrays must be alone in its frame")
         self.arrived += len(frame.bodies)
-        if not self.abandoned:
-            self._keep(frame, limits.stream_bytes)
+        if self.abandoned:
+            self.link.free_pieces(frame.pieces)
+            return
+        sizes = self._count(frame, limits.stream_bytes)
+        if len(frame.bodies) == 1 and takes_long(frame.bodies[0], frame.pieces, frame.outside):
+            self._decoding[frame.first] = frame
+            if len(self._decoding) == 1:
+                self._decode_next()
+            return
+        self._keep(frame.first, [self._read(frame, body, size) for body, size in zip(frame.bodies, sizes, strict=True)])
         self.link.free_pieces(frame.pieces)
 
-    def _keep(self, frame: Items, limit: int) -> None:
+    def _count(self, frame: Items, limit: int) -> list[int]:
+        """Count the bytes of items until they are read, and return them. Raises ValueError beyond the limit."""
         pieces = sum([piece[2] for piece in frame.pieces])
         sizes = [len(body) + pieces for body in frame.bodies]
         self._unread += sum(sizes)
@@ -92,17 +107,49 @@ class IncomingStream(UnderWay):
         # A server that is below the limit sends one more item, of any size. So the largest item does not count.
         if self._unread - self._largest > limit:
             raise ValueError(f"the server sent {self._unread} unread bytes of a stream, over the limit of stream_bytes")
-        kept: list[Any] = []
-        for body, size in zip(frame.bodies, sizes, strict=True):
-            before = self._unfolded
-            try:
-                item = self.link.read_value(self._method.read_result, frame, body, self._charge)
-            except ValueError as error:
-                item = RemoteError(
-                    self._method.name, "ValidationError", f"an item is not of the annotated type: {error}"
-                )
-            kept.append((item, size, self._unfolded - before))
-        self._frames[frame.first] = kept
+        return sizes
+
+    def _read(self, frame: Items, body: bytes, size: int) -> tuple[Any, int, int]:
+        """Decode an item; return it, or the RemoteError for it, with its bytes and those of its objects."""
+        before = self._unfolded
+        try:
+            item = self.link.read_value(self._method.read_result, frame, body, self._charge)
+        except ValueError as error:
+            item = self._wrong(error)
+        return item, size, self._unfolded - before
+
+    def _decode_next(self) -> None:
+        if self._decoding:
+            frame = next(iter(self._decoding.values()))
+            self.link.endpoint.spawn(self._decode_long, frame, name="aiote service: decode an item")
+
+    async def _decode_long(self, frame: Items) -> None:
+        """Decode an item in a thread, and take it in a callback of the loop, as any other item."""
+        before, size = self._unfolded, len(frame.bodies[0]) + sum([piece[2] for piece in frame.pieces])
+        objects, item = 0, None
+        try:
+            if not self.abandoned:
+                body, take = self.link.open_body(frame, frame.bodies[0], self._charge)
+                objects = self._unfolded - before
+                item = await self.link.endpoint.decode(self._method.read_result, body, take)
+        except (ValueError, KeyError) as error:
+            item = self._wrong(error)
+        self.link.endpoint.loop.call_soon(partial(self._take_decoded, frame, (item, size, objects)))
+
+    def _take_decoded(self, frame: Items, item: tuple[Any, int, int]) -> None:
+        del self._decoding[frame.first]
+        self.link.free_pieces(frame.pieces)
+        self._decode_next()
+        if self.abandoned:
+            self._wake()
+        else:
+            self._keep(frame.first, [item])
+
+    def _wrong(self, error: Exception) -> RemoteError:
+        return RemoteError(self._method.name, "ValidationError", f"an item is not of the annotated type: {error}")
+
+    def _keep(self, first: int, items: list[tuple[Any, int, int]]) -> None:
+        self._frames[first] = items
         while (found := self._frames.pop(self._received, None)) is not None:
             self._received += len(found)
             self._ready += found
@@ -134,7 +181,7 @@ class IncomingStream(UnderWay):
         except RemoteError as error:
             self._damage = error
             self.abandon()
-        if self.end is not None or self.reason:
+        if self._over:
             self._listener = None
             ended(self._damage or self._outcome())
 
@@ -144,7 +191,7 @@ class IncomingStream(UnderWay):
         Raises StopAsyncIteration at the end, CallError, and the exceptions that the method declares in `raises`.
         """
         while not self._ready:
-            if self.end is not None or self.reason:
+            if self._over:
                 raise self._outcome() or StopAsyncIteration
             self._waiter = self.link.endpoint.loop.waiter()
             await self._waiter
@@ -164,6 +211,11 @@ class IncomingStream(UnderWay):
         if isinstance(item, RemoteError):
             raise item
         return item
+
+    @property
+    def _over(self) -> bool:
+        """Whether no more items come: the method has ended or the peer is lost, and all that arrived is decoded."""
+        return (self.end is not None or bool(self.reason)) and not self._decoding
 
     @property
     def _half(self) -> int:

@@ -94,13 +94,14 @@ class Receiver:
         if len(step.imms) != len(sources):
             raise aiote.UsageError(f"it gives {len(step.imms)} immediates to {len(sources)} sources")
         regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
-        descriptors = step.lent.unpacked(regions * len(sources) + rest)
+        step.lent.check(regions * len(sources) + rest)
         if rest or (len(step.places) and int(np.max(step.places[:, 0])) >= regions and sources):
             raise aiote.UsageError(
-                f"it lends {len(descriptors)} regions to {len(sources)} sources; expected as many to each"
+                f"it lends {step.lent.ends.size} regions to {len(sources)} sources; expected as many to each"
             )
-        several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
-        self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}
+        self.lent = {
+            one: step.lent.part(number * regions, (number + 1) * regions) for number, one in enumerate(sources)
+        }
         self.imms, self.places = dict(zip(sources, step.imms, strict=True)), step.places
 
 

@@ -36,18 +36,22 @@ from .rank_memory import Bytes, RankArrays
 
 __all__ = [
     "Descriptors",
+    "Digest",
     "Numbers",
     "PlanMismatchError",
     "Sent",
     "SourceService",
     "SourceState",
+    "SourceStates",
     "StaleUpdateError",
     "Step",
     "TargetService",
     "TargetState",
+    "TargetStates",
     "Update",
     "UpdateOrder",
     "WriteTarget",
+    "WriteTargets",
     "check_epoch",
     "digest_of",
     "layout_of",
@@ -62,6 +66,8 @@ Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=8192)]
+MOST_RANKS = 1 << 16
+Reasons: TypeAlias = Annotated[dict[RankNumber, Reason], Meta(max_length=MOST_RANKS)]
 Mode = Literal["inplace", "gated", "shadow"]
 State = Literal["empty", "ready", "updating", "torn"]
 
@@ -107,14 +113,8 @@ class Descriptors(msgspec.Struct, frozen=True):
     data: Bytes
     ends: Numbers
 
-    @classmethod
-    def of(cls, several: Sequence[bytes]) -> Descriptors:
-        """Return descriptors in the form in which they travel."""
-        ends = np.cumsum([len(one) for one in several], dtype=np.uint64)
-        return cls(np.frombuffer(b"".join(several), np.uint8), ends)
-
-    def unpacked(self, count: int) -> list[bytes]:
-        """Return the descriptors. Raises UsageError unless there are exactly `count`."""
+    def check(self, count: int) -> None:
+        """Raise UsageError unless these are exactly `count` descriptors."""
         ends, data = self.ends, self.data
         if (
             data.ndim != 1
@@ -123,8 +123,24 @@ class Descriptors(msgspec.Struct, frozen=True):
             or int(ends[-1:].sum()) != len(data)
         ):
             raise aiote.UsageError(f"expected {count} descriptors of memory, got {ends.shape} in {data.shape} bytes")
-        starts = [0, *ends.tolist()]
-        whole = data.tobytes()
+
+    def part(self, first: int, stop: int) -> Descriptors:
+        """Return the descriptors from `first` to `stop` - 1. They were checked; no object is made of each."""
+        ends = self.ends[first:stop]
+        begin = self.ends[first - 1] if first else np.uint64(0)
+        return Descriptors(self.data[int(begin) : int(ends[-1]) if len(ends) else int(begin)], ends - begin)
+
+    @classmethod
+    def of(cls, several: Sequence[bytes]) -> Descriptors:
+        """Return descriptors in the form in which they travel."""
+        ends = np.cumsum([len(one) for one in several], dtype=np.uint64)
+        return cls(np.frombuffer(b"".join(several), np.uint8), ends)
+
+    def unpacked(self, count: int) -> list[bytes]:
+        """Return the descriptors. Raises UsageError unless there are exactly `count`."""
+        self.check(count)
+        starts = [0, *self.ends.tolist()]
+        whole = self.data.tobytes()
         return [whole[start:end] for start, end in itertools.pairwise(starts)]
 
 
@@ -157,8 +173,8 @@ class UpdateOrder(msgspec.Struct, frozen=True):
     """The order to take an update. Each source (by address) writes to its tensors in `written`, and commits once."""
 
     update: Update
-    sources: list[Text]
-    written: list[Numbers]
+    sources: Annotated[list[Text], Meta(max_length=MOST_RANKS)]
+    written: Annotated[list[Numbers], Meta(max_length=MOST_RANKS)]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -170,7 +186,7 @@ class Step(msgspec.Struct, frozen=True):
     """
 
     kind: Literal["lent", "counted", "committed"]
-    imms: Annotated[list[Immediate], Meta(max_length=1 << 16)] = []
+    imms: Annotated[list[Immediate], Meta(max_length=MOST_RANKS)] = []
     lent: Descriptors | None = None
     places: Numbers | None = None
 
@@ -200,8 +216,13 @@ class Sent(msgspec.Struct, frozen=True):
     written: Number
     gathered: Number
     peak: Number
-    failed: dict[RankNumber, Reason]
-    lost: dict[RankNumber, Reason] = {}
+    failed: Reasons
+    lost: Reasons = {}
+
+
+SourceStates: TypeAlias = Annotated[list[SourceState], Meta(max_length=MOST_RANKS)]
+TargetStates: TypeAlias = Annotated[list[TargetState], Meta(max_length=MOST_RANKS)]
+WriteTargets: TypeAlias = Annotated[list[WriteTarget], Meta(max_length=MOST_RANKS)]
 
 
 class TargetService(service.Service):
@@ -237,12 +258,12 @@ class SourceService(service.Service):
         raise NotImplementedError
 
     @service.method(idempotent=True, raises=[aiote.UsageError])
-    async def prepare(self, sources: list[SourceState], targets: list[TargetState], gather: str) -> bytes:
+    async def prepare(self, sources: SourceStates, targets: TargetStates, gather: str) -> bytes:
         """Plan, and return the plan's digest."""
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: Digest, destinations: list[WriteTarget]) -> Sent:
+    async def send(self, update: Update, digest: Digest, destinations: WriteTargets) -> Sent:
         """Write this source's part to every target, and commit to each target that has all of it."""
         raise NotImplementedError
 

@@ -34,7 +34,7 @@ class RemoteTensors:
         self.owner = aiote.Address.parse(address)
         self._regions, self._access = regions, access
         self._found: list[list[int]] | None = None
-        self._descriptors: list[bytes] | None = None
+        self._checked = False
         self._attached: dict[int, aiote.RemoteRegion] = {}
 
     def tensor(self, name: str) -> aiote.RemoteRegion:
@@ -62,11 +62,14 @@ class RemoteTensors:
         return remote, offset
 
     def _attach(self, number: int) -> aiote.RemoteRegion:
-        if self._descriptors is None:
-            self._descriptors = self._regions.unpacked(self._regions.ends.size)
-        if number >= len(self._descriptors):
-            raise aiote.UsageError(f"region {number} does not exist: {len(self._descriptors)} were lent")
+        count = self._regions.ends.size
+        if not self._checked:
+            self._regions.check(count)
+            self._checked = True
+        if number >= count:
+            raise aiote.UsageError(f"region {number} does not exist: {count} were lent")
+        (descriptor,) = self._regions.part(number, number + 1).unpacked(1)
         owner = self._engine.find_peer(self.owner) or self.owner
-        remote = self._engine.attach(self._descriptors[number], owner=owner, access=self._access)
+        remote = self._engine.attach(descriptor, owner=owner, access=self._access)
         self._attached[number] = remote
         return remote

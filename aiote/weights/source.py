@@ -28,15 +28,19 @@ from .layout import Layout
 from .plan import UpdatePlan, plan_update
 from .protocol import (
     Descriptors,
+    Digest,
     Numbers,
     PlanMismatchError,
     Sent,
     SourceService,
     SourceState,
+    SourceStates,
     StaleUpdateError,
     TargetState,
+    TargetStates,
     Update,
     WriteTarget,
+    WriteTargets,
     check_epoch,
     digest_of,
     layout_of,
@@ -56,7 +60,6 @@ UNITS = 8
 """How many units run at a time: while one waits, the others go on."""
 KEPT_STEPS = 1 << 14
 """The most steps to keep for the next update, about 1 KiB each. Computing a step takes longer than beginning it."""
-
 READS = 16
 """How many rows of another source are read at a time: one read takes as long as beginning the others."""
 KEPT_PLACES = 1 << 10
@@ -194,8 +197,7 @@ class _Sending:
     """One update that a source sends."""
 
     def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[WriteTarget]) -> None:
-        self.source, self.plan = source, plan
-        self.engine = source.engine
+        self.source, self.plan, self.engine = source, plan, source.engine
         # Keep the sources of this plan, because another controller may prepare with other sources in the meantime.
         self.sources = source.sources
         self._most = most_rows(source.staging.limit)
@@ -366,8 +368,7 @@ class _Sending:
 
     async def _fetch_rows(self, fetch: StagedRead, landing: int, region: aiote.Region, memory: Bytes) -> None:
         """Read rows of another source's part into the staging memory."""
-        owner, size = self.sources[fetch.rank], fetch.itemsize
-        remote = owner.tensor(fetch.tensor)
+        remote, size = self.sources[fetch.rank].tensor(fetch.tensor), fetch.itemsize
         if fetch.landing:
             span = fetch.last - fetch.first
             await self.engine.read(remote[fetch.first : fetch.last], region[landing : landing + span])
@@ -430,8 +431,7 @@ class _ServedSource(SourceService):
     name = SourceService.name
 
     def __init__(self, source: Source, controllers: service.Callers) -> None:
-        self._source = source
-        self._controllers = controllers
+        self._source, self._controllers = source, controllers
 
     @service.method(idempotent=True)
     async def describe(self) -> SourceState:
@@ -440,12 +440,12 @@ class _ServedSource(SourceService):
         return self._source.describe()
 
     @service.method(idempotent=True, raises=[aiote.UsageError])
-    async def prepare(self, sources: list[SourceState], targets: list[TargetState], gather: str) -> bytes:
+    async def prepare(self, sources: SourceStates, targets: TargetStates, gather: str) -> bytes:
         self._controllers.require()
         return await self._source.prepare(sources, targets, gather)
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
+    async def send(self, update: Update, digest: Digest, destinations: WriteTargets) -> Sent:
         self._controllers.require()
         source, before = self._source, self._source.latest
         check_epoch(update, 0 if before is None else before.epoch)

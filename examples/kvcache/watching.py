@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import anyio
 import httpx
+import msgspec
 
 from aiote.discovery import Member
 from front import bounded
@@ -20,6 +20,26 @@ GIB = 1 << 30
 LATELY_S = 5.0  # over which the time to the first token is a median
 STATS_BYTES = 1 << 20
 LOOK_S = 1.0  # how long one member may take to answer
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Rail(msgspec.Struct):
+    """What is counted here of a member's rail."""
+
+    bytes_carried: Count
+
+
+class Stats(msgspec.Struct):
+    """What is counted here of a member's answer; the page shows all of it."""
+
+    rails: Annotated[list[Rail], msgspec.Meta(max_length=64)]
+    pages: Count
+    pages_held: Count
+    transfers: Count
+    bytes_arrived: Count = 0
+
+
+_stats = msgspec.json.Decoder(Stats)
 
 
 class Watcher:
@@ -64,9 +84,11 @@ class Watcher:
         try:
             url, headers = f"{member.attributes['url']}/stats", self._front.authorization(member)
             async with self._client.stream("GET", url, timeout=LOOK_S, headers=headers) as answer:
-                stats[member.name] = json.loads(await bounded(answer, STATS_BYTES))
-        except (httpx.HTTPError, ValueError):
-            # It is starting, ending or lost, which is what the page shows of it then.
+                data = await bounded(answer, STATS_BYTES)
+            _stats.decode(data)
+            stats[member.name] = msgspec.json.decode(data)
+        except (httpx.HTTPError, ValueError, RecursionError):
+            # It is starting, ending or lost, which is what the page shows of it then; or it says what cannot be.
             return
 
     def _row(self, member: Member, stats: dict[str, Any] | None) -> dict[str, Any]:
@@ -77,7 +99,7 @@ class Watcher:
                 rail["gib_s"] = self._rate((member.name, member.incarnation, number), rail["bytes_carried"])
             rate = sum(rail["gib_s"] for rail in rails) if stats else None
         else:
-            rate = self._rate((member.name, member.incarnation, -1), stats["bytes_arrived"]) if stats else None
+            rate = self._rate((member.name, member.incarnation, -1), stats.get("bytes_arrived", 0)) if stats else None
             if len(rails) == 1:
                 # A NIC that is written to tells nobody: by which of several rails bytes came, the writers know.
                 rails[0]["gib_s"] = rate

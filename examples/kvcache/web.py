@@ -93,7 +93,8 @@ def application(routes: Sequence[Route]) -> Starlette:
 
     def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return Refused(error.status_code, f"{error.detail} ({request.method} {request.url.path})").response()
+        # Not `request.url`: of a target such as "[" it cannot be made.
+        return Refused(error.status_code, f"{error.detail} ({request.method} {request.scope['path']})").response()
 
     def broken(_: Request, __: Exception) -> Response:
         return Refused(500, "the server failed; its log has the error").response()

@@ -6,6 +6,7 @@ the decode server where the prompt's cache is. Its answer is passed on as it com
 
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -14,9 +15,20 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
+async def body_of(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except (ValueError, LookupError, RecursionError) as error:
+        # The bytes are no JSON, the charset is unknown, or brackets are nested too deeply.
+        raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text="expected a JSON object")
+    return body
+
+
 async def complete(request: web.Request) -> web.StreamResponse:
     session, (prefill, decode) = request.app["session"], request.app["servers"]
-    body = await request.json()
+    body = await body_of(request)
     # One token, and none of what belongs to the decode server's answer.
     first = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
     first.pop("stream_options", None)
@@ -25,7 +37,10 @@ async def complete(request: web.Request) -> web.StreamResponse:
     async with session.post(prefill + request.path, json=first) as answer:
         if answer.status != 200:
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
-        body["kv_transfer_params"] = (await answer.json())["kv_transfer_params"]
+        told = await answer.json()
+    if not isinstance(told, dict) or "kv_transfer_params" not in told:
+        raise web.HTTPBadGateway(text="the prefill server did not say where the prompt's cache is")
+    body["kv_transfer_params"] = told["kv_transfer_params"]
     async with session.post(decode + request.path, json=body) as answer:
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
         await response.prepare(request)

@@ -17,7 +17,7 @@ import aiote
 from aiote.connectors.vllm.requests import BlockRow, Offered, Steps, Wanted
 from aiote.connectors.vllm.transfers import EndedRequests, RankTransfers
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
-from aiote.kvcache.protocol import MOST_RENEWED
+from aiote.kvcache.protocol import MOST_NAMED
 from aiote.rails.rail_set import RailSet
 from bridges import aside
 from engines import PATIENCE_S, opened
@@ -135,7 +135,7 @@ def test_requests_that_wait_are_renewed_by_the_first_rank(portal, monkeypatch):
         portal.wrap_async_context_manager(opened("local")) as engine,
         portal.wrap_async_context_manager(Producer(engine, left)),
     ):
-        names = [f"r{number}" for number in range(MOST_RENEWED + 2)]
+        names = [f"r{number}" for number in range(MOST_NAMED + 2)]
         second.start(Steps([], [], [], {str(engine.address): ["second"]}))
         worker.start(Steps([], [], [], {str(engine.address): names, "aiote://nobody": ["r"]}))
         deadline = time.monotonic() + PATIENCE_S

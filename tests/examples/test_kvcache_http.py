@@ -94,6 +94,15 @@ def test_the_head_of_a_second_request_has_a_limit_too(web, soon):
     assert asked(web, ask) == b""
 
 
+@pytest.mark.parametrize("target", ["[", "//[", "/%ff%00", "*", "http://[/"])
+def test_an_odd_target_is_not_found(web, target):
+    def ask(client):
+        client.sendall(f"GET {target} HTTP/1.1\r\n{HEAD}Connection: close\r\n\r\n".encode())
+        return until_closed(client)
+
+    assert asked(web, ask).split(b" ")[1] in (b"400", b"404")
+
+
 def test_a_head_that_is_too_long_is_refused(web):
     def ask(client):
         client.sendall(f"GET /stream HTTP/1.1\r\n{HEAD}X: {'x' * (web.HEAD_BYTES + 1)}".encode())

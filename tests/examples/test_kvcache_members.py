@@ -28,10 +28,11 @@ def modules(monkeypatch):
     import openai_requests
     import sampling
     import serving
+    import watching
     import web
 
     found = {"decode": decode, "front": front, "requests": openai_requests, "sampling": sampling}
-    return SimpleNamespace(serving=serving, web=web, **found)
+    return SimpleNamespace(serving=serving, watching=watching, web=web, **found)
 
 
 class Registry:
@@ -197,3 +198,34 @@ def test_a_decode_server_refuses_what_cannot_be_sampled(modules, part):
     asked = {"tokens": [1], "max_tokens": 1, "prefillers": ["x"], "sampling": part}
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(json.dumps(asked).encode(), type=modules.decode.Asked)
+
+
+NUMBERS = {"pages": 1, "pages_held": 0, "transfers": 0, "rails": []}
+ODD_NUMBERS = {
+    "a list": b"[]",
+    "no number": b'{"pages": NaN, "pages_held": 0, "transfers": 0, "rails": []}',
+    "a word": json.dumps({**NUMBERS, "transfers": "many"}).encode(),
+    "a rail that is none": json.dumps({**NUMBERS, "rails": [7]}).encode(),
+    "a rail without a count": json.dumps({**NUMBERS, "rails": [{}]}).encode(),
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("numbers", ODD_NUMBERS)
+def test_odd_numbers_of_a_server_are_not_shown(modules, numbers, role):
+    """They are no failure of the page, which shows the others' numbers."""
+    odd, plain = server(modules, role, name="odd"), server(modules, "decode", url="http://127.0.0.1:8", name="plain")
+
+    def reply(request):
+        right = json.dumps(NUMBERS).encode()
+        return httpx.Response(200, stream=Whole(ODD_NUMBERS[numbers] if request.url.port == 7 else right))
+
+    async def main():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
+            front = modules.front.Front(Registry(odd, plain), client, 16, TOKEN, MODEL)
+            return await modules.watching.Watcher(front, client).look()
+
+    seen = anyio.run(main)
+    assert {row["name"]: row["state"] for row in seen["members"]} == {"odd": "lost", "plain": "ready"}
+    assert json.loads(json.dumps(seen, allow_nan=False))["totals"]["pages"] == 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 import anyio
+import anyio.to_thread
 import numpy as np
 from anything import Anything
 from attacked import Attacked, Caller, Seed
@@ -33,23 +35,48 @@ TOKENS = 20
 METHODS = {"part": "kvcache.Transfers/1.open", "fetch": "kvcache.Transfers/1.push"}
 
 
+@dataclass
+class Pair:
+    """An honest prefill rank and its decode rank, and their caches."""
+
+    producer: Producer
+    consumer: Consumer
+    left: Side
+    right: Side
+
+    async def prefill(self, name: str, turn: int) -> None:
+        here = rows(self.left, TOKENS, np.random.default_rng(turn))
+        # In a thread, as the comparison below: what the loop's thread works is to be the engines' own.
+        await anyio.to_thread.run_sync(fill, self.left, here, TOKENS, turn)
+        async with self.producer.offer(name, tokens=TOKENS, rows=here) as offer:
+            for layer in self.producer.spec.layers:
+                offer.computed(layer)
+
+    async def decode(self, name: str, turn: int) -> None:
+        there, (cache,) = rows(self.right, TOKENS, np.random.default_rng(~turn & 0xFFFF)), self.right.caches
+        for memory in cache.memories:
+            memory[...] = BEFORE
+        place = [self.producer.engine.address]
+        async with self.consumer.receive(place, name, tokens=TOKENS, rows=there) as reception:
+            await reception.arrived()
+        if not await anyio.to_thread.run_sync(lambda: same(cache, expected(cache, there, TOKENS, BEFORE, turn))):
+            raise Broken("the honest decode rank has other bytes than were computed for it")
+
+
 class Cluster(Attacked):
-    """A prefill and a decode rank, and a registry with an honest member."""
+    """Two pairs of a prefill and a decode rank, and a registry with an honest member."""
 
     def __init__(
         self,
-        producer: Producer,
-        consumer: Consumer,
-        left: Side,
-        right: Side,
+        pairs: list[Pair],
         registry: EmbeddedRegistry,
         server: aiote.Engine,
         caller: Caller,
         liar: LyingPrefill,
     ) -> None:
-        super().__init__([producer.engine, consumer.engine], caller)
+        super().__init__([one.engine for pair in pairs for one in (pair.producer, pair.consumer)], caller)
         self.liar = liar
-        self.producer, self.consumer, self.left, self.right = producer, consumer, left, right
+        self.pairs = pairs
         self._registry = registry
         self._server = server
         found = kvcache_seeds().items()
@@ -87,37 +114,25 @@ class Cluster(Attacked):
         self.liar.rng, self.liar.log = rng, log
 
     async def work(self) -> None:
-        """Have a request served, byte by byte, beside one to a rank that means harm, and a member come and go."""
+        """Have requests served, byte by byte, beside some to a rank that means harm, and a member come and go."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self._prefill, f"honest {self.turn}")
-            async with anyio.create_task_group() as beside:
-                beside.start_soon(self._ask_the_liar, f"asked of a liar {self.turn}")
-                await self._decode(f"honest {self.turn}")
-                beside.cancel_scope.cancel()
+            for number, pair in enumerate(self.pairs):
+                group.start_soon(self._serve, pair, f"honest {self.turn} {number}")
         await self._come_and_go()
 
-    async def _prefill(self, name: str) -> None:
-        here = rows(self.left, TOKENS, np.random.default_rng(self.turn))
-        fill(self.left, here, TOKENS, self.turn)
-        async with self.producer.offer(name, tokens=TOKENS, rows=here) as offer:
-            for layer in self.producer.spec.layers:
-                offer.computed(layer)
+    async def _serve(self, pair: Pair, name: str) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pair.prefill, name, self.turn)
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(self._ask_the_liar, pair, f"asked of a liar: {name}")
+                await pair.decode(name, self.turn)
+                beside.cancel_scope.cancel()
 
-    async def _decode(self, name: str) -> None:
-        there, (cache,) = rows(self.right, TOKENS, np.random.default_rng(~self.turn & 0xFFFF)), self.right.caches
-        for memory in cache.memories:
-            memory[...] = BEFORE
-        place = [self.producer.engine.address]
-        async with self.consumer.receive(place, name, tokens=TOKENS, rows=there) as reception:
-            await reception.arrived()
-        if not same(cache, expected(cache, there, TOKENS, BEFORE, self.turn)):
-            raise Broken("the honest decode rank has other bytes than were computed for it")
-
-    async def _ask_the_liar(self, name: str) -> None:
+    async def _ask_the_liar(self, pair: Pair, name: str) -> None:
         """Ask for a request, whatever becomes of it; it is left when the honest one is there."""
-        pages = rows(self.right, 1, np.random.default_rng(self.turn))
+        pages = rows(pair.right, 1, np.random.default_rng(self.turn))
         try:
-            async with self.consumer.receive([self.liar.engine.address], name, tokens=1, rows=pages) as reception:
+            async with pair.consumer.receive([self.liar.engine.address], name, tokens=1, rows=pages) as reception:
                 await reception.arrived()
         except (aiote.AioteError, ValueError) as error:
             self.liar.log.append(f"{type(error).__name__} asked")
@@ -139,7 +154,7 @@ class Cluster(Attacked):
             for engine in self.members:
                 while any(link.calls or link.running for link in CallEndpoint.of(engine)._links.values()):
                     await anyio.sleep(0.01)
-            while self.producer.offers or len(self.consumer.immediates):
+            while any(pair.producer.offers or len(pair.consumer.immediates) for pair in self.pairs):
                 await anyio.sleep(0.01)
         if scope.cancelled_caught:
             raise Broken("what a peer that has left had asked for is still held")
@@ -148,14 +163,16 @@ class Cluster(Attacked):
 @asynccontextmanager
 async def cluster(provider: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
-        left, right = built(MODEL, Side(), "prefill"), built(MODEL, Side(order="field token head"), "decode")
-        one, other, server, honest, hostile, lying = [
-            await stack.enter_async_context(opened(provider, **LIMITS)) for _ in range(6)
-        ]
-        producer = await stack.enter_async_context(Producer(one, left.caches[0], match_timeout=PATIENCE_S))
-        consumer = await stack.enter_async_context(Consumer(other, right.caches[0]))
+        engines = [await stack.enter_async_context(opened(provider, **LIMITS)) for _ in range(8)]
+        server, honest, hostile, lying = engines[4:]
+        pairs = []
+        for one, other in (engines[:2], engines[2:4]):
+            left, right = built(MODEL, Side(), "prefill"), built(MODEL, Side(order="field token head"), "decode")
+            producer = await stack.enter_async_context(Producer(one, left.caches[0], match_timeout=PATIENCE_S))
+            consumer = await stack.enter_async_context(Consumer(other, right.caches[0]))
+            pairs.append(Pair(producer, consumer, left, right))
         await stack.enter_async_context(RegistryServer(server))
         registry = await stack.enter_async_context(EmbeddedRegistry(honest, [server.address]))
-        liar = LyingPrefill(lying, producer.spec)
+        liar = LyingPrefill(lying, pairs[0].producer.spec)
         await stack.enter_async_context(service.serve(lying, Transfers(liar)))
-        yield Cluster(producer, consumer, left, right, registry, server, Caller(hostile), liar)
+        yield Cluster(pairs, registry, server, Caller(hostile), liar)

@@ -177,6 +177,45 @@ async def test_a_request_arrives_when_each_of_its_producers_says_so(stopped):
                     assert same(w.right.caches[0], expected(w.right.caches[0], there, tokens, BEFORE))
 
 
+async def test_a_rank_that_writes_nothing_for_a_request_does_not_count_for_it():
+    """Both have the one layer, and the decode rank takes it from the first."""
+    layer = "layer field page token head item"
+    caches = []
+    for name, value in (("decode", -1), ("first", 7), ("second", 9)):
+        array, one = np.full((1, 2, 16, 4, 2, 8), value, np.float16), Cache(name)
+        one.add(array, layer, fields=("k", "v"))
+        caches.append((one, array))
+    (here, written), (there, _), (other, _) = caches
+    async with opened("sim") as decode, opened("sim") as prefill, opened("sim") as liar:
+        async with (
+            Producer(prefill, there) as producer,
+            Producer(liar, other) as second,
+            Consumer(decode, here) as consumer,
+            anyio.create_task_group() as group,
+        ):
+            computed = anyio.Event()
+
+            async def produce() -> None:
+                async with producer.offer("request", tokens=8, rows=ROWS) as offer:
+                    await computed.wait()
+                    offer.computed(0)
+
+            async def pretend() -> None:
+                async with second.offer("request", tokens=8, rows=ROWS, computed=True):
+                    pass
+
+            group.start_soon(produce)
+            group.start_soon(pretend)
+            places = [prefill.address, liar.address]
+            async with consumer.receive(places, "request", tokens=8, rows=ROWS) as reception:
+                await write(liar, decode, [reception._block.first] * 64)
+                await until(lambda: decode.statistics().uninvited == 64)
+                assert not reception.complete
+                computed.set()
+                await reception.arrived()
+                assert (written[:, :, 1:3] == 7).all()
+
+
 async def test_an_update_is_written_when_its_sources_wrote_it():
     layout, array = Layout.over([0], {"a": ((64,), "F32", Replicate())}), np.ones(64, np.float32)
     async with opened("sim") as hub, opened("sim") as source, opened("sim") as stranger:

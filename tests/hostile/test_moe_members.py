@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.moe import MoeConfig, MoeGroup
+from aiote.moe import MoeConfig, MoeGroup, leaving
 from aiote.moe.wire import PAYLOAD, slot_of
 from aiote.service import client
 from engines import PATIENCE_S, opened, until
@@ -93,6 +93,22 @@ async def test_a_member_cannot_have_left_after_a_round_that_is_not_over(on_loss)
         await client(liar.engine, victim.engine.address, liar.service).left(LIAR, liar.epoch, [0, 1])
         told = victim.membership.masked.get(LIAR, "") if on_loss == "mask" else str(victim.membership.failure)
         assert "it says that it has left after a round that is not over" in told
+
+
+async def test_a_member_that_leaves_again_and_again_is_checked_by_one_task(monkeypatch):
+    checks: list[int] = []
+
+    async def check(group: MoeGroup, lanes: object, client: object, rank: int) -> None:
+        checks.append(rank)
+
+    monkeypatch.setattr(leaving, "_lose_debtor", check)
+    async with ranks(lambda: opened("sim"), 3, replace(CONFIG, on_loss="raise", lanes=1)) as groups:
+        victim, liar = groups[HONEST], groups[LIAR]
+        for number in (0, 0, 0, 1, 7):
+            await client(liar.engine, victim.engine.address, liar.service).left(LIAR, liar.epoch, [number])
+        await until(lambda: checks)
+        assert checks == [LIAR]
+        assert victim.membership.departed[LIAR] == [0]
 
 
 async def leave_with(liar: MoeGroup, honest: list[MoeGroup], first: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import anyio
 import numpy as np
@@ -12,19 +14,22 @@ import pytest
 import aiote
 import aiote.testing
 from aiote import service
-from aiote.connectors.broadcast import PROGRESS_S, BroadcastError, Feed, ReceiverSlots
-from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from aiote.connectors.broadcast import PROGRESS_S, Begun, BroadcastError, Feed, ReceiverSlots
+from aiote.connectors.buckets import Bucket, UpdateEnd
+from aiote.kvcache import Cache, Consumer, Group, PageRow, Producer
+from aiote.kvcache.group import Receive
 from aiote.kvcache.protocol import Descriptor, Number, Opened
 from aiote.kvcache.tensors import CacheSpec
-from aiote.moe import MoeConfig, open_group
+from aiote.moe import GroupBrokenError, MoeConfig, open_group
 from aiote.moe.joining import Digest, Epoch, Meeting, Rank
+from aiote.moe.states import MOST_FOLLOWED, Membership
 from aiote.service.exchange import REFUSALS
 from aiote.service.frames import CallStatus
 from aiote.testing import Fabric
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
 from aiote.weights.protocol import Descriptors, SourceService, SourceState, TargetState, packed_layout
 from broadcasts import Rollout, Trainer, assert_same, tensors_of
-from engines import opened
+from engines import PATIENCE_S, opened
 
 ROWS = {0: PageRow([1, 2])}
 
@@ -135,6 +140,35 @@ class BeyondAll(RefusingRank):
         return Meeting(epoch, b"", (1 << 28) - 1)
 
 
+class AlwaysAhead(RefusingRank):
+    """It is in a later epoch than whoever asks."""
+
+    @service.method(idempotent=True, raises=[aiote.UsageError])
+    async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
+        return Meeting(epoch + 1, [], 1 << 27)
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "mask"])
+async def test_a_rank_that_is_always_ahead_is_followed_some_times(on_loss):
+    """It would keep the other from ever beginning a round."""
+    config = MoeConfig(experts=2, top_k=1, hidden=64, tokens=4, dtype="float32", out_dtype="float32", on_loss=on_loss)
+    async with opened("sim") as engine, opened("sim") as liar, service.serve(liar, AlwaysAhead()):
+        with anyio.fail_after(PATIENCE_S), pytest.raises(GroupBrokenError, match=f"rank 1 {MOST_FOLLOWED + 1} times"):
+            async with open_group(engine, [engine.address, liar.address], 0, config, open_timeout=math.inf):
+                pass
+
+
+def test_a_reset_counts_anew_whom_it_follows():
+    membership = Membership(3, 0, masks=True)
+    membership.reset(1)
+    for turn in range(MOST_FOLLOWED):
+        membership.follow(2 + turn, [1])
+    with pytest.raises(GroupBrokenError, match="rank 1 257 times, rank 2 1 times"):
+        membership.follow(membership.epoch + 1, [1, 2])
+    membership.reset(membership.epoch + 1)
+    membership.follow(membership.epoch + 1, [2])
+
+
 @pytest.mark.parametrize("kind", [RefusingRank, LyingRank, BeyondAll])
 async def test_a_rank_that_refuses_is_masked_and_the_others_open_their_group(kind):
     config = MoeConfig(experts=3, top_k=1, hidden=64, tokens=4, dtype="float32", out_dtype="float32", on_loss="mask")
@@ -152,6 +186,69 @@ async def test_a_rank_that_refuses_is_masked_and_the_others_open_their_group(kin
             for rank in (0, 1):
                 tasks.start_soon(live, rank)
         assert active == [[True, True, False]] * 2
+
+
+class Stubborn(service.Service):
+    """A decode rank, or a sender of weights, that does not end what its caller has left."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = anyio.Event(), anyio.Event()
+
+    async def stay(self) -> None:
+        self.begun.set()
+        while not self.gate.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self.gate.wait()
+            except anyio.get_cancelled_exc_class():
+                continue
+
+
+class StubbornRank(Stubborn):
+    name = "kvcache.Worker"
+
+    @service.method
+    async def receive(self, order: Receive) -> AsyncIterator[None]:
+        yield None
+        await self.stay()
+
+
+class StubbornSender(Stubborn):
+    name = Feed.name
+
+    @service.method
+    async def take(self, update: str, offer: ReceiverSlots) -> AsyncIterator[Begun | Bucket | UpdateEnd]:
+        yield Begun(1)
+        await self.stay()
+
+    @service.method(idempotent=True)
+    async def decline(self, update: str, reason: str) -> None:
+        pass
+
+
+async def test_a_rank_that_does_not_end_a_request_is_disconnected():
+    rank = StubbornRank()
+    async with opened("sim") as leader, opened("sim") as there, service.serve(there, rank):
+        ranks = Group(leader, [there.address], confirm_timeout=0.1)
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(ranks.receive, [there.address], "request", tokens=8, rows=ROWS))
+            await rank.begun.wait()
+            group.cancel_scope.cancel()
+        rank.gate.set()
+        assert leader.find_peer(there.address) is None
+
+
+async def test_a_sender_that_does_not_end_its_call_is_disconnected():
+    sender = StubbornSender()
+    async with opened("sim", drain_timeout=0.1) as engine, opened("sim") as liar, service.serve(liar, sender):
+        rollout, lost = Rollout(engine, 2, 4096), []
+        engine.listen_events(lambda event: lost.append(str(event.details.get("reason"))))
+        async with anyio.create_task_group() as group:
+            group.start_soon(rollout.receive, "update", [str(liar.address)])
+            await sender.begun.wait()
+            group.cancel_scope.cancel()
+        sender.gate.set()
+        assert any("did not end its part of an update" in one for one in lost), lost
 
 
 def test_a_receiver_that_takes_nothing_is_given_up():

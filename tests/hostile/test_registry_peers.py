@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -13,8 +14,8 @@ from aiote import service
 from aiote.discovery import embedded
 from aiote.discovery.lease_table import FORMER, POSTPONED, SESSIONS_EACH, LeaseTable
 from aiote.discovery.membership import Roster
-from aiote.discovery.registry_server import MEMBERS_EACH, WATCHES_EACH, Keeping, RegistryServer, Watching
-from aiote.discovery.wire import MemberRecord, RosterUpdate
+from aiote.discovery.registry_server import AT_ONCE, MEMBERS_EACH, WATCHES_EACH, Keeping, RegistryServer, Watching
+from aiote.discovery.wire import MOST_KNOWN, MemberRecord, RosterUpdate
 from aiote.service.endpoint import CallEndpoint
 from aiote.service.errors import CallLostError
 from aiote.service.link import Link
@@ -180,6 +181,77 @@ async def test_where_all_watch_that_may_the_greediest_engine_ends_one():
                     while not (update := await anext(stream)).present:
                         pass
                     assert update.present[0][1].name == "honest"
+
+
+def test_a_report_that_is_overtaken_while_it_pauses_stops():
+    table = LeaseTable(roster := Roster(), limit=9)
+    report = table.report(1, 1, 1.0, {"a", "b", "c"}, [member(name) for name in "abc"], 0.0)
+    assert next(report) == ("a", "")
+    assert table.keep(1, 2, 1.0, [member("d")], 0.0) == {}
+    assert not list(report)
+    assert list(roster.known) == ["d"]
+    report = table.report(1, 3, 1.0, {"e", "f"}, [member("e"), member("f")], 0.0)
+    assert [next(report) for _ in range(2)] == [("d", ""), ("e", "")]
+    table.forget(1)
+    assert not list(report)
+    assert not roster.known
+
+
+def test_a_name_that_another_takes_while_a_report_pauses_is_not_withdrawn():
+    table = LeaseTable(roster := Roster(), limit=9, connected=lambda _: False)
+    table.keep(1, 1, 1.0, [member("a"), member("b")], 0.0, "one")
+    report = table.report(1, 2, 1.0, set(), [], 0.0, "one")
+    first, _ = next(report)
+    other = "b" if first == "a" else "a"
+    assert table.keep(2, 1, 1.0, [member(other, 9)], 0.0, "two") == {}
+    assert not list(report)
+    assert list(roster.known) == [other]
+
+
+def test_a_session_that_is_renewed_while_it_expires_keeps_what_it_has():
+    table = LeaseTable(roster := Roster(), limit=9)
+    table.keep(1, 1, 1.0, [member("a"), member("b")], 0.0)
+    expiring = table.expiring(1.0)
+    next(expiring)
+    assert list(roster.known) == ["b"]
+    table.keep(1, 2, 1.0, [member("a"), member("b")], 1.0)
+    assert not list(expiring)
+    assert sorted(roster.known) == ["a", "b"]
+
+
+@pytest.mark.anyio
+async def test_a_long_report_and_its_expiry_let_others_run():
+    grown, turns, known = Counter[int](), 0, 0
+
+    async with opened("sim") as liar, opened("sim") as there, RegistryServer(there) as server:
+
+        async def count() -> None:
+            nonlocal turns, known
+            while True:
+                turns += 1
+                grown[turns] += abs(len(server._roster.known) - known)
+                known = len(server._roster.known)
+                await anyio.lowlevel.checkpoint()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(count)
+            records = [MemberRecord(f"m{number}", "x", b"", 1, {}) for number in range(MEMBERS_EACH)]
+            keeping = service.client(liar, server.address, Keeping)
+            assert await keeping.keep(1, 1, 600.0, records) == {}
+            for session in server._leases._sessions.values():
+                session.deadline = 0.0
+            server._sooner.wake_all()
+            await until(lambda: not server.members() and not known)
+            group.cancel_scope.cancel()
+    assert sum(grown.values()) == 2 * MEMBERS_EACH
+    assert max(grown.values()) <= 3 * AT_ONCE
+
+
+@pytest.mark.anyio
+async def test_a_registry_takes_no_more_members_than_its_clients():
+    async with opened("sim") as there:
+        with pytest.raises(aiote.UsageError, match="which clients take at most"):
+            RegistryServer(there, limit=MOST_KNOWN + 1)
 
 
 class Talkative(service.Service):

@@ -166,6 +166,18 @@ async def test_engines_that_borrow_all_they_may_leave_memory_for_others():
 
 
 @pytest.mark.anyio
+async def test_slots_that_a_peer_claims_to_have_take_no_memory():
+    async with pair("sim") as (liar, there), service.serve(there, Waiting()), service.serve(liar, Waiting()):
+        peer = await liar.connect(there.address)
+        await liar.send(peer, pack([GREEDY]))
+        await until(lambda: any(link.hello for link in CallEndpoint.of(there)._links.values()))
+        (link,) = CallEndpoint.of(there)._links.values()
+        assert link.hello.slots == 1 << 16
+        assert not link._generations
+        assert not link._free
+
+
+@pytest.mark.anyio
 async def test_calls_before_the_greeting_are_charged():
     limits = service.Limits(peer_bytes=1 << 16)
     async with pair("sim") as (liar, there), service.serve(there, Waiting(), limits=limits):

@@ -1,5 +1,5 @@
-"""Every number that another process may say has bounds in the type that decodes it: none is NaN or infinite where it is
-used.
+"""Every number that another process may say has bounds in the type that decodes it, and every list a most length: none
+is NaN or infinite where it is used, and nothing goes through more than was expected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from msgspec import inspect
 
 from aiote import service
-from aiote.connectors.broadcast import Feed
+from aiote.connectors.broadcast import Exchange, Feed
 from aiote.connectors.vllm.requests import Remote
 from aiote.discovery.registry_server import Keeping, Watching
 from aiote.discovery.wire import MemberRecord
@@ -23,10 +23,14 @@ from aiote.kvcache.protocol import Transfers
 from aiote.moe.joining import MoeService
 from aiote.service.definition import methods_of
 from aiote.service.frames import MAX_LEFT_S, CallFrame, Frame, pack, unpack
-from aiote.service.server import Health
+from aiote.service.server import Health, _Health
 from aiote.weights.protocol import SourceService, TargetService
+from aiote.weights.source import _ServedSource
+from aiote.weights.target import _ServedTarget
 
-SERVICES = (Feed, Health, Keeping, MoeService, SourceService, TargetService, Transfers, Watching, Worker)
+SERVED = (Exchange, _Health, Keeping, MoeService, _ServedSource, _ServedTarget, Transfers, Watching, Worker)
+CALLED = (Feed, Health, SourceService, TargetService)
+SERVICES = (*SERVED, *CALLED)
 UNSIGNED_64 = "MemberRecord.incarnation"
 """MessagePack has no larger integer, and msgspec no bound so large; `Member` checks it after JSON."""
 
@@ -75,6 +79,40 @@ def test_every_number_of_a_service_has_bounds(served):
         assert not found_in(method.arguments, method.read_result.type), method
 
 
+def endless(kind: Any, where: str = "") -> Iterator[str]:
+    """Yield the places of lists, sets and mappings of any length in a type as msgspec describes it."""
+    match kind:
+        case inspect.StructType():
+            for field in kind.fields:
+                yield from endless(field.type, f"{kind.cls.__name__}.{field.name}")
+        case inspect.UnionType():
+            for one in kind.types:
+                yield from endless(one, where)
+        case inspect.TupleType():
+            for one in kind.item_types:
+                yield from endless(one, where)
+        case inspect.DictType():
+            yield from [where] if kind.max_length is None else []
+            yield from endless(kind.key_type, where)
+            yield from endless(kind.value_type, where)
+        case inspect.CollectionType():
+            yield from [where] if kind.max_length is None else []
+            yield from endless(kind.item_type, where)
+        case inspect.Metadata():
+            yield from endless(kind.type, where)
+
+
+@pytest.mark.parametrize("served", SERVICES, ids=lambda one: one.__name__)
+def test_every_list_of_a_service_has_a_most_length(served):
+    for method in methods_of(served):
+        for kind in (method.arguments, method.read_result.type):
+            assert not list(endless(inspect.type_info(kind))), method
+
+
+def test_every_list_of_records_has_a_most_length():
+    assert not [place for kind in (MemberRecord, Remote) for place in endless(inspect.type_info(kind))]
+
+
 def test_every_number_of_frames_and_records_has_bounds():
     assert not found_in(Frame, MemberRecord, Remote)
 
@@ -88,6 +126,8 @@ def test_a_number_without_bounds_is_found():
     (method,) = methods_of(Loose)
     assert found_in(method.arguments) == ["take.number", "take.several"]
     assert found_in(method.read_result.type) == [""]
+    assert list(endless(inspect.type_info(method.arguments))) == ["take.several", "take.several"]
+    assert list(endless(inspect.type_info(method.read_result.type))) == [""]
 
 
 @pytest.mark.parametrize("left", [math.nan, math.inf, -math.inf, -0.1, 2 * MAX_LEFT_S])
