@@ -101,7 +101,7 @@ async def test_a_member_that_leaves_again_and_again_is_checked_by_one_task(monke
     async def check(group: MoeGroup, lanes: object, client: object, rank: int) -> None:
         checks.append(rank)
 
-    monkeypatch.setattr(leaving, "_lose_debtor", check)
+    monkeypatch.setattr(leaving, "_lose_if_incomplete", check)
     async with ranks(lambda: opened("sim"), 3, replace(CONFIG, on_loss="raise", lanes=1)) as groups:
         victim, liar = groups[HONEST], groups[LIAR]
         for number in (0, 0, 0, 1, 7):
