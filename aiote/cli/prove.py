@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 
 import aiote
-from aiote.cli import prove_listen, prove_suites, prove_wire
-from aiote.cli.prove_memory import HostMemory, gpu_memory
+from aiote.cli import prove_link, prove_listen, prove_suites, prove_wire
 from aiote.cli.prove_report import Outcome, Report, boot, machine, now
-from aiote.cli.prove_run import Run, Subject, far_machine, parts
+from aiote.cli.prove_run import PULLED, Run, Subject, far_machine, parts
 from aiote.cli.prove_wire import FarLost, FarRefused
 from aiote.rails.ports import read_ports
+from aiote.testing.contract import HostMemory, gpu_memory
 
 __all__ = ["command", "prove"]
 
@@ -47,6 +47,13 @@ Checkout = Annotated[
 NoBench = Annotated[bool, typer.Option("--no-bench", help="Leave out the benchmarks.")]
 NoSuites = Annotated[bool, typer.Option("--no-suites", help="Leave out the checkout's tests.")]
 Full = Annotated[bool, typer.Option("--full", help="More rounds and runs: 15 minutes at most, not 8.")]
+PullRail = Annotated[
+    bool,
+    typer.Option(
+        "--pull-rail",
+        help="Lose a rail during writes. With --connect, take the interface of the last one of --rails down and up.",
+    ),
+]
 Listen = Annotated[
     str, typer.Option(metavar="HOST:PORT", help="Be the second engine, for the machine that connects. Ctrl-C ends it.")
 ]
@@ -63,6 +70,7 @@ def command(
     no_bench: NoBench = False,
     no_suites: NoSuites = False,
     full: Full = False,
+    pull_rail: PullRail = False,
     listen: Listen = "",
     connect: Connect = "",
 ) -> None:
@@ -73,15 +81,19 @@ def command(
     after Ctrl-C.
     """
     subject = _subject(what, _names(rails), _names(peer_rails), over)
+    interface = ""
     if listen or connect:
         place = _place(what, listen, connect)
+        if listen and pull_rail:
+            _fail("--pull-rail is for the machine that connects; there an interface is taken down")
         if listen:
             _listen(subject, place)
         subject = replace(subject, place=place)
+        interface = _pulled(subject) if pull_rail and not subject.missing else ""
     found = Report(
         what, subject.provider, _machine(), now(), subject.memory.name, missing=subject.missing, names=_named(connect)
     )
-    run = Run(subject, full, subject.missing)
+    run = Run(subject, full, subject.missing, pull=pull_rail, interface=interface)
     found.limit_s = run.limit_s
     if connect:
         found.far = _greeted(subject)
@@ -138,6 +150,17 @@ def _place(what: str, listen: str, connect: str) -> tuple[str, int]:
     except aiote.UsageError as error:
         _fail(str(error))
     return host, port
+
+
+def _pulled(subject: Subject) -> str:
+    """Return the interface that is taken down for --pull-rail, and say so; exit with 2 if that would not be right."""
+    assert subject.place is not None
+    try:
+        interface = prove_link.to_pull(subject.provider, subject.rails or [], subject.place)
+    except aiote.UsageError as error:
+        _fail(str(error))
+    typer.echo(f"--pull-rail takes the interface {interface} down during the check {PULLED}, and up again afterwards")
+    return interface
 
 
 def _listen(subject: Subject, place: tuple[str, int]) -> NoReturn:

@@ -13,11 +13,11 @@ import anyio.abc
 
 import aiote
 from aiote.cli import bench
-from aiote.cli.prove_far import FarSide, NotHere, child_command
 from aiote.cli.prove_private import names_here, without_names
 from aiote.cli.prove_report import boot
 from aiote.cli.prove_run import Subject
 from aiote.cli.prove_wire import FarLost, FarRefused, Frames, Greeting, engine_host, exchange, keep_alive, serve
+from aiote.testing.contract import FarSide, NotHere, child_command
 
 __all__ = ["listen"]
 

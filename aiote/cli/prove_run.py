@@ -17,20 +17,33 @@ import anyio.to_thread
 
 import aiote
 from aiote.cli import prove_raw, prove_suites
-from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair, NotHere
-from aiote.cli.prove_far import FarSide, child_command
-from aiote.cli.prove_memory import ArrayMemory
+from aiote.cli.prove_link import link_down
 from aiote.cli.prove_report import Outcome
 from aiote.cli.prove_wire import FarLost, FarRefused, Greeting, ask, dial, engine_host
 from aiote.testing import Fabric
+from aiote.testing.contract import (
+    CHECKS,
+    ArrayMemory,
+    Broken,
+    Check,
+    EnginePair,
+    NotHere,
+    child_command,
+    joined,
+    pulled_by_engine,
+    pulled_in_fabric,
+)
 
-__all__ = ["BUDGET_S", "FULL_S", "ProofPart", "Run", "Subject", "far_machine", "parts"]
+__all__ = ["BUDGET_S", "FULL_S", "PULLED", "ProofPart", "Run", "Subject", "far_machine", "parts", "rails_for"]
 
 CHECK_LIMIT_S = 300.0
 BUDGET_S, FULL_S = 480.0, 900.0
 NO_ENGINE = "no pair of engines: "
 MORE_ROUNDS = 5
 """How many times as many rounds a check takes with --full."""
+PULLED = "pulled-rail"
+WITHOUT_NAMES = {"socket": "127.0.0.1", "tcp": "127.0.0.1"}
+"""The NIC of a provider's engines if none is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +68,27 @@ class Subject:
 
 @dataclass(slots=True)
 class Run:
-    """The time that a run may take, and the reason why no further engine would open, if there is one."""
+    """The time that a run may take, and the reason why no further engine would open, if there is one.
+
+    `pull`: a rail may be pulled during transfers; between two machines by taking `interface` down.
+    """
 
     subject: Subject
     full: bool = False
     reason: str = ""
+    pull: bool = False
+    interface: str = ""
     started: float = field(default_factory=time.monotonic)
 
     @property
     def limit_s(self) -> float:
         """How long the whole run may take."""
         return FULL_S if self.full else BUDGET_S
+
+    @property
+    def times(self) -> int:
+        """How many times as many rounds as usual a check takes."""
+        return MORE_ROUNDS if self.full else 1
 
     @property
     def left_s(self) -> float:
@@ -103,6 +126,8 @@ def parts(run: Run, checkout: Path | None, *, bench: bool, suites: bool) -> Iter
 
 
 def _check(run: Run, check: Check) -> Outcome:
+    if check.name == PULLED and not run.pull:
+        return Outcome(check.name, check.claim, "not run", "needs --pull-rail")
     outcome = anyio.run(_one, run, check)
     if outcome.status == "not run" and outcome.detail.startswith(NO_ENGINE):
         run.reason = outcome.detail
@@ -165,36 +190,57 @@ def _or_lost(work: Callable[[], Any]) -> Outcome:
 
 
 @contextlib.asynccontextmanager
-async def _world(run: Run) -> AsyncIterator[EnginePair]:
+async def _world(run: Run, check: Check) -> AsyncIterator[EnginePair]:
     """Open two engines, or one here and one on the other machine, and connect them. Raises NotHere if one does not
     open.
     """
     subject = run.subject
-    times = MORE_ROUNDS if run.full else 1
     async with contextlib.AsyncExitStack() as stack:
         if subject.place is not None:
-            frames = await stack.enter_async_context(dial(*subject.place, subject.greeting))
-            host = engine_host(frames.local_host)
-            left = await _opened(stack, aiote.open_engine(subject.provider, subject.rails, host=host))
-            address = await ask(frames, "open")
-            try:
-                await left.connect(address)
-            except aiote.PeerError as error:
-                if subject.provider != "local":
-                    raise
-                # Two hosts, or two network namespaces, share no memory: no promise is broken.
-                raise NotHere(f"{NO_ENGINE}{error}") from error
-            yield EnginePair(left, partial(ask, frames), address, subject.memory, times)
+            yield await _apart(run, stack)
             return
         fabric = stack.enter_context(Fabric(seed=1, rails=2)) if subject.what == "sim" else None
+        names = [rails_for(check, subject.provider, rails) for rails in (subject.rails, subject.peer_rails)]
         left, right = [
             await _opened(stack, fabric.open_engine() if fabric else aiote.open_engine(subject.provider, rails))
-            for rails in (subject.rails, subject.peer_rails)
+            for rails in names
         ]
-        side = FarSide(right, subject.memory, None if fabric else child_command(subject.provider, subject.peer_rails))
-        stack.push_async_callback(side.end)
-        await left.connect(right.address)
-        yield EnginePair(left, side.ask, str(right.address), subject.memory, times)
+        pairing = joined(
+            left,
+            right,
+            memory=subject.memory,
+            child=None if fabric else child_command(subject.provider, subject.peer_rails),
+            pull=pulled_in_fabric(fabric) if fabric else pulled_by_engine,
+            times=run.times,
+        )
+        yield await stack.enter_async_context(pairing)
+
+
+async def _apart(run: Run, stack: contextlib.AsyncExitStack) -> EnginePair:
+    """Open an engine here, and have the other machine open the second one."""
+    subject = run.subject
+    assert subject.place is not None
+    frames = await stack.enter_async_context(dial(*subject.place, subject.greeting))
+    host = engine_host(frames.local_host)
+    left = await _opened(stack, aiote.open_engine(subject.provider, subject.rails, host=host))
+    address = await ask(frames, "open")
+    try:
+        await left.connect(address)
+    except aiote.PeerError as error:
+        if subject.provider != "local":
+            raise
+        # Two hosts, or two network namespaces, share no memory: no promise is broken.
+        raise NotHere(f"{NO_ENGINE}{error}") from error
+    return EnginePair(left, partial(ask, frames), address, subject.memory, run.times, link_down(run.interface))
+
+
+def rails_for(check: Check, provider: str, names: list[str] | None) -> list[str] | None:
+    """Return the NICs of an engine for a check: the named ones, each several times if a check needs more of them."""
+    if check.rails == 1:
+        return names
+    if names is None and provider in WITHOUT_NAMES:
+        names = [WITHOUT_NAMES[provider]]
+    return names * check.rails if names is not None and len(names) < check.rails else names
 
 
 async def _opened(stack: contextlib.AsyncExitStack, opening: AbstractAsyncContextManager[aiote.Engine]) -> aiote.Engine:
@@ -216,7 +262,7 @@ async def _one(run: Run, check: Check) -> Outcome:
     try:
         with anyio.fail_after(limit_s), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that a provider was never run: the report says so
-            async with _world(run) as world:
+            async with _world(run, check) as world:
                 world.figures = figures
                 return outcome("passed", await check.run(world))
     except (FarLost, FarRefused) as error:

@@ -26,7 +26,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 import aiote
 from aiote.bench.remote import parse_place
-from aiote.cli.prove_far import Broken, NotHere
+from aiote.testing.contract import Broken, NotHere
 
 __all__ = [
     "PORT",

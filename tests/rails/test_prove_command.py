@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,17 @@ from typer.testing import CliRunner
 
 from aiote.cli import prove_raw, prove_run, prove_suites
 from aiote.cli.app import app
-from aiote.cli.prove_checks import CHECKS, Broken, Check, EnginePair
-from aiote.cli.prove_far import FarSide
-from aiote.cli.prove_memory import HostMemory
 from aiote.cli.prove_report import Outcome, Report, now
 from aiote.rails.ports import read_ports
 from aiote.testing import Fabric
+from aiote.testing.contract import CHECKS, Broken, Check, EnginePair, FarSide, HostMemory, RailPull, adversity
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--no-bench", "--no-suites")
 NAMES = [check.name for check in CHECKS]
 PROCESSES = ["killed-peer", "stopped-peer"]
+PULLED = "pulled-rail"
+WITHOUT_FLAG = {**dict.fromkeys(NAMES, "passed"), PULLED: "not run"}
 READS_MEMORY = ["writes", "counts-follow-data", "reads", "pages", "no-late-writes", "leases"]
 
 
@@ -53,16 +55,46 @@ def statuses(report: dict[str, Any]) -> dict[str, str]:
 )
 def test_every_check_passes_over(what, tmp_path):
     status, report, text = proven(tmp_path, what, *QUICK)
-    assert statuses(report) == dict.fromkeys(NAMES, "passed"), text
+    assert statuses(report) == WITHOUT_FLAG, text
     assert (status, report["exit_status"], report["provider"]) == (0, 0, what)
     assert {"system", "python", "aiote", "libfabric", "doctor"} <= report["machine"].keys()
-    assert "PROVEN as far as it was run: 12 passed, 0 failed, 0 not run" in text
+    assert "PROVEN as far as it was run: 12 passed, 0 failed, 1 not run" in text
+    assert "comes back: needs --pull-rail" in text
 
 
 def test_over_the_simulated_network_everything_is_run_but_a_killed_process(tmp_path):
     status, report, _ = proven(tmp_path, "sim", *QUICK)
-    assert statuses(report) == {**dict.fromkeys(NAMES, "passed"), **dict.fromkeys(PROCESSES, "not run")}
+    assert statuses(report) == {**WITHOUT_FLAG, **dict.fromkeys(PROCESSES, "not run")}
     assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("sim", "passed"),
+        ("socket", "passed"),
+        pytest.param("tcp", "passed", marks=pytest.mark.libfabric),
+        pytest.param("verbs", "passed", marks=pytest.mark.needs_rdma),
+        ("local", "not run"),
+    ],
+)
+def test_with_the_flag_a_rail_is_lost_over(what, found, tmp_path):
+    status, report, text = proven(tmp_path, what, *QUICK, "--pull-rail")
+    assert (status, statuses(report)[PULLED]) == (0, found), text
+    detail = next(outcome["detail"] for outcome in report["outcomes"] if outcome["name"] == PULLED)
+    assert "--pull-rail" not in detail
+
+
+def test_a_rail_that_is_not_lost_is_found(monkeypatch):
+    """A pull that loses nothing: the check waits for the engine to notice, and says that it did not."""
+
+    @contextlib.asynccontextmanager
+    async def idle(world: EnginePair) -> AsyncIterator[str]:
+        yield "nothing was pulled"
+
+    monkeypatch.setattr(adversity, "NOTICE_S", 0)
+    with pytest.raises(Broken, match="did not notice"):
+        ask(CHECKS[NAMES.index(PULLED)], HostMemory(), pull=idle)
 
 
 @pytest.mark.libfabric
@@ -105,7 +137,7 @@ class Damaged(HostMemory):
         return seen
 
 
-def ask(check: Check, memory: HostMemory, *, late: int = 0) -> str:
+def ask(check: Check, memory: HostMemory, *, late: int = 0, pull: RailPull | None = None) -> str:
     """Run one check on two simulated engines; `late` more counts come at its end, on each immediate that it uses."""
 
     async def run() -> str:
@@ -113,7 +145,7 @@ def ask(check: Check, memory: HostMemory, *, late: int = 0) -> str:
             async with fabric.open_engine() as left, fabric.open_engine() as right:
                 await left.connect(right.address)
                 kind = Late if late else EnginePair
-                return await check.run(kind(left, FarSide(right, memory).ask, str(right.address), memory))
+                return await check.run(kind(left, FarSide(right, memory).ask, str(right.address), memory, pull=pull))
 
     return anyio.run(run)
 

@@ -7,9 +7,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -17,55 +15,11 @@ import pytest
 
 import namespaces
 from aiote.cli import prove_wire
-from aiote.cli.prove_checks import CHECKS
 from aiote.cli.prove_wire import FarLost, FarRefused, Frames, Greeting, exchange, place, serve
+from aiote.testing.contract import CHECKS
+from prove_sides import AIOTE, KEY, OTHER_KEY, connected, listening, statuses
 
-QUICK = ("--no-bench", "--no-suites")
 NAMES = [check.name for check in CHECKS]
-KEY, OTHER = "a secret of sixteen bytes and more", "another secret of sixteen bytes"
-AIOTE = [sys.executable, "-P", "-m", "aiote", "prove"]
-
-
-@contextlib.contextmanager
-def listening(
-    what: str, *, at: str = "127.0.0.1:0", key: str = KEY, before: Sequence[str] = ()
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a listener; yield it and the place that it says."""
-    command = [*before, *AIOTE, what, "--listen", at]
-    environment = {**os.environ, "AIOTE_CLUSTER_KEY": key}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
-        try:
-            said = one.stdout.readline()
-            assert said.startswith("listening at"), one.stderr.read()
-            yield one, said.split()[-1]
-        finally:
-            one.kill()
-
-
-def connected(
-    folder: Path,
-    what: str,
-    there: str,
-    *,
-    key: str = KEY,
-    before: Sequence[str] = (),
-    after: str = "",
-    act: Callable[[subprocess.Popen[str]], object] = id,
-) -> tuple[int, dict[str, Any], str]:
-    """Run the connecting side, `act` on it once the check `after` has passed; return status, report, errors."""
-    path = folder / "report.json"
-    command = [*before, *AIOTE, what, "--connect", there, *QUICK, "--report", str(path)]
-    environment = {**os.environ, "AIOTE_CLUSTER_KEY": key}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        for line in run.stdout:
-            if after and line.startswith(f"passed   {after}"):
-                act(run)
-        said = run.stderr.read()
-    return run.returncode, json.loads(path.read_text()) if path.exists() else {}, said
-
-
-def statuses(report: dict[str, Any]) -> dict[str, str]:
-    return {outcome["name"]: outcome["status"] for outcome in report["outcomes"]}
 
 
 @pytest.mark.parametrize("what", ["socket", "local"])
@@ -73,7 +27,7 @@ def test_every_check_passes_between_two_processes(what, tmp_path):
     with listening(what) as (_, there):
         status, report, said = connected(tmp_path, what, there)
     assert (status, said) == (0, "")
-    assert statuses(report) == dict.fromkeys(NAMES, "passed")
+    assert statuses(report) == {**dict.fromkeys(NAMES, "passed"), "pulled-rail": "not run"}
     assert report["far"]["aiote"] == report["machine"]["aiote"]
     assert report["far"]["host"] == "the same"
 
@@ -85,7 +39,9 @@ def test_socket_passes_between_two_namespaces_and_local_is_not_tried(tmp_path):
         for what, wanted in (("socket", (0, "passed")), ("local", (2, "not run"))):
             with listening(what, at=f"{namespaces.HOSTS[0]}:0", before=far) as (_, there):
                 status, report, _ = connected(tmp_path, what, there, before=near)
-            assert (status, set(statuses(report).values())) == (wanted[0], {wanted[1]})
+            found = statuses(report)
+            assert found.pop("pulled-rail") == "not run"
+            assert (status, set(found.values())) == (wanted[0], {wanted[1]})
             assert not any(host in json.dumps(report) for host in namespaces.HOSTS)
 
 
@@ -114,7 +70,7 @@ def test_after_an_interrupt_the_report_is_partial(tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "key", "says"),
-    [("socket", OTHER, "another cluster key"), ("local", KEY, "the other side proves socket, this one local")],
+    [("socket", OTHER_KEY, "another cluster key"), ("local", KEY, "the other side proves socket, this one local")],
 )
 def test_a_side_that_does_not_fit_is_one_sentence(what, key, says, tmp_path):
     with listening("socket") as (_, there):

@@ -25,6 +25,7 @@ enum {
 };
 enum { DEVICES = 2, PIECES = 8, GRAIN = 2 << 20, PAGE = 4096, DEPTH = 16 };
 enum { COPY, RECORD, WAIT_EVENT, WAIT_STREAM, WRITE, KERNEL };
+enum { SHORT = 1, EARLY = 2 };
 
 typedef struct Memory {
     address_t base;
@@ -75,6 +76,7 @@ static int process, retained[DEVICES], sticky[DEVICES], held, delay_us = 20, str
 static uint64_t seed = 1, calls, copies, synchronizations, events;
 static char failing[64];
 static int failing_after, failing_code;
+static int damage; /* what is wrong with copies, so that a test sees whether that is found */
 static __thread int contexts[DEPTH], depth, capture_mode;
 static __thread Stream* per_thread[DEVICES];
 
@@ -279,6 +281,22 @@ static void carry(Stream* stream, char* to, const char* from, size_t length) {
     }
 }
 
+/* A damaged driver: what is written behind a copy is written before its bytes are there. The lock is held. Memory that is
+   freed meanwhile stays as it is. */
+static void carry_late(Stream* stream, const Item* item) {
+    int had_to = find(item->to) != NULL, had_from = find(item->from) != NULL;
+    pthread_mutex_unlock(&mutex);
+    nap(300);
+    pthread_mutex_lock(&mutex);
+    for (const Item* next = item->next; next && next->kind != COPY; next = next->next)
+        if (next->kind == WRITE) __atomic_store_n((uint32_t*)reach(next->to, 4), next->value, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&mutex);
+    nap(3000);
+    pthread_mutex_lock(&mutex);
+    if (had_to != (find(item->to) != NULL) || had_from != (find(item->from) != NULL)) return;
+    carry(stream, reach(item->to, item->length), reach(item->from, item->length), item->length);
+}
+
 static void execute(Stream* stream, Item* item) {
     char* to = item->kind == COPY || item->kind == KERNEL || item->kind == WRITE ? reach(item->to, item->length) : NULL;
     char* from = item->kind == COPY ? reach(item->from, item->length) : NULL;
@@ -287,12 +305,16 @@ static void execute(Stream* stream, Item* item) {
         sticky[stream->device] = ILLEGAL_ADDRESS;
         return;
     }
+    if (item->kind == COPY && damage == EARLY) {
+        carry_late(stream, item);
+        return;
+    }
     pthread_mutex_unlock(&mutex);
     if (item->kind == KERNEL) {
         nap((uint64_t)item->delay_us);
         memset(to, (int)item->value, item->length);
     } else if (item->kind == COPY) {
-        carry(stream, to, from, item->length);
+        carry(stream, to, from, item->length - (damage == SHORT));
     }
     pthread_mutex_lock(&mutex);
     copies += item->kind == COPY;
@@ -705,6 +727,9 @@ void standin_pace(int us, uint64_t with_seed) {
     delay_us = us;
     seed = with_seed;
 }
+
+/* From here on the last byte of each copy is left out (1), or copies are called done before they are (2). */
+void standin_damage(int kind) { damage = kind; }
 
 void standin_version(int number) { version = number; }
 

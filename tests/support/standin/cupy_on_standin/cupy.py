@@ -1,4 +1,6 @@
-"""As much of cupy as two examples use, over the stand-in for the driver: kernels are late, the host sees no bytes."""
+"""As much of cupy as two examples and `aiote prove` use, over the stand-in for the driver: kernels are late, the host
+sees no bytes. With STANDIN_DAMAGE=short or early, the driver is damaged on purpose.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from standin_cuda import Adopted, checked, driver, on_device, standin_path, synchronized
 
 os.environ["AIOTE_LIBCUDA"] = standin_path()
-driver()
+DAMAGES = {"": 0, "short": 1, "early": 2}
+driver().standin_damage(DAMAGES[os.environ.get("STANDIN_DAMAGE", "")])
+__version__ = "on the stand-in"
 uint8 = np.uint8
 LATE_US = 3000
 _current: list[int | None] = [None]
@@ -28,7 +32,10 @@ class ndarray(Adopted):
         super().__init__(memory)
         self.memory = memory
 
-    def __setitem__(self, key: Any, value: int) -> None:
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, ndarray):
+            self.memory[key] = value.memory
+            return
         part = self.memory[key]
         start = part.ctypes.data - self.memory.ctypes.data
         with on_device(0) as cuda:
@@ -38,6 +45,10 @@ class ndarray(Adopted):
 
 def zeros(shape: tuple[int, ...], kind: type) -> ndarray:
     return ndarray(np.zeros(shape, kind))
+
+
+def asarray(array: Any) -> ndarray:
+    return ndarray(np.array(array))
 
 
 def asnumpy(array: ndarray) -> Any:
@@ -62,5 +73,17 @@ class Stream:
         _current.pop()
 
 
-runtime = types.SimpleNamespace(getDeviceCount=lambda: int(os.environ.get("GPUS", "2")))
-cuda = types.SimpleNamespace(Stream=Stream, runtime=runtime)
+class Device:
+    """The first device of the stand-in's."""
+
+    id = 0
+
+    def synchronize(self) -> None:
+        synchronized(None)
+
+
+runtime = types.SimpleNamespace(
+    getDeviceCount=lambda: int(os.environ.get("GPUS", "2")),
+    getDeviceProperties=lambda number: {"name": b"stand-in"},
+)
+cuda = types.SimpleNamespace(Device=Device, Stream=Stream, runtime=runtime)

@@ -1,4 +1,4 @@
-"""The memory that `aiote prove` moves: this host's, or a GPU's, whose bytes are examined through a copy."""
+"""The memory that the contract's checks move: this host's, or a GPU's, whose bytes are examined through a copy."""
 
 from __future__ import annotations
 

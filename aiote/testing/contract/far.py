@@ -1,4 +1,4 @@
-"""The second side of `aiote prove`: an engine with memory that does what the first side asks.
+"""The second side of the contract's checks: an engine with memory that does what the first side asks.
 
 The first side asks by name, with plain arguments, and gets plain answers. So the second side can be in the same process
 or on another machine; `aiote.cli.prove_wire` carries the questions there.
@@ -19,10 +19,10 @@ import anyio.abc
 import numpy as np
 
 import aiote
-from aiote.cli import prove_peer
-from aiote.cli.prove_memory import ArrayMemory
 
-__all__ = ["FENCE", "Ask", "Broken", "FarSide", "NotHere"]
+from .memory import ArrayMemory
+
+__all__ = ["FENCE", "Ask", "Broken", "FarSide", "NotHere", "child_command", "random_bytes"]
 
 FENCE = 0x5E771ED
 """The immediate of the exchanges after which an effect that did not occur is taken not to occur."""
@@ -149,7 +149,7 @@ class FarSide:
     async def start(self) -> bytes:
         """Start a process with an engine on this machine; return the descriptor of its memory."""
         if self._command is None:
-            raise NotHere("the simulated network lies in one process")
+            raise NotHere("no third engine in a process of its own: the simulated network lies in one process")
         self._child, self._killed = await anyio.open_process(self._command, stderr=None), False
         return bytes.fromhex(await _line(self._child))
 
@@ -197,7 +197,7 @@ def random_bytes(size: int, seed: int) -> Any:
 
 def child_command(provider: str, rails: list[str] | None, host: str | None = None) -> list[str]:
     """Return the command that starts a process with an engine like the second one, listening at `host`."""
-    return [sys.executable, "-P", "-m", prove_peer.__name__, json.dumps([provider, rails, host])]
+    return [sys.executable, "-P", "-m", f"{__package__}.child", json.dumps([provider, rails, host])]
 
 
 async def _line(process: anyio.abc.Process) -> str:

@@ -1,4 +1,4 @@
-"""The process that `aiote prove` kills: an engine with registered memory, whose descriptor it prints."""
+"""The process that checks kill and stop: an engine with registered memory, whose descriptor it prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ async def main(provider: str, rails: list[str] | None, host: str | None) -> None
     """Serve until standard input ends, as it does when the parent dies."""
     async with aiote.open_engine(provider, rails, host=host) as engine:
         region = engine.register(np.zeros(SIZE, np.uint8))
-        print(bytes(region.descriptor).hex(), flush=True)
+        sys.stdout.write(f"{bytes(region.descriptor).hex()}\n")
+        sys.stdout.flush()
         await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
 
 

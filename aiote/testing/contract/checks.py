@@ -1,7 +1,7 @@
-"""The checks of `aiote prove` that need no checkout: they test the promises between two engines.
+"""The checks of the contract: they test the promises between two engines, without pytest.
 
 The first engine is in this process; the second one is behind `EnginePair.far`, in this process or on another machine. A
-check takes a `EnginePair`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A check
+check takes an `EnginePair`, raises `Broken` if a promise is broken, and returns what it observed, with figures. A check
 assumes no speed: it waits for conditions, and the caller limits the time of each check.
 """
 
@@ -9,70 +9,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
 import aiote
-from aiote.cli.prove_far import FENCE, Ask, Broken, NotHere, random_bytes
-from aiote.cli.prove_memory import ArrayMemory
 
-__all__ = ["CHECKS", "Broken", "Check", "EnginePair", "NotHere"]
+from .adversity import killed_peer, pulled_rail, stopped_peer
+from .far import random_bytes
+from .pair import Check, EnginePair, expect
+
+__all__ = ["CHECKS"]
 
 SIZES = (0, 1, 7, 64, 4096, 65_537, 1_000_003)
 GUARD = 64
 BIG = 8 << 20
 QUIET_S = 2.0
-STOPPED_S = 5.0
-"""How long a peer stays stopped: longer than the silence after which an engine gives a peer up, by default."""
 BUSY = 0.5
 """The share of a core: an engine that spins uses the whole core, one at rest hardly any."""
-
-
-@dataclass
-class EnginePair:
-    """Two connected engines: the first one, and the questions to the second one and its address; `times` more rounds
-    than usual; and the memory to move.
-    """
-
-    left: aiote.Engine
-    far: Ask
-    address: str
-    memory: ArrayMemory
-    times: int = 1
-    figures: dict[str, float] = field(default_factory=dict)
-
-    async def target(self, size: int) -> tuple[int, aiote.RemoteRegion]:
-        """Return the number of zeros that the second engine registered, and the region as the first attaches it."""
-        number, descriptor = await self.far("target", size)
-        return number, self.left.attach(descriptor)
-
-    def source(self, size: int, seed: int = 1) -> tuple[Any, aiote.Region]:
-        """Return random bytes of a seed for the first engine, and their region."""
-        data = random_bytes(size, seed)
-        return data, self.left.register(self.memory.filled(data))
-
-    async def content(self, number: int, size: int) -> Any:
-        """Return the first bytes of the second engine's memory, as an array."""
-        return np.frombuffer(await self.far("content", number, size), np.uint8)
-
-    async def settle(self, times: int = 5) -> None:
-        """Exchange immediates `times` times. An effect that has not occurred by then is taken not to occur."""
-        with self.left.counter(FENCE) as here:
-            for _ in range(times):
-                await self.left.write_imm(None, self.address, FENCE)
-                await self.far("fence", str(self.left.address))
-                await here.wait(1)
-
-
-def expect(condition: object, text: str) -> None:
-    """Raise Broken unless the condition holds."""
-    if not condition:
-        raise Broken(text)
 
 
 async def writes(world: EnginePair) -> str:
@@ -228,64 +183,6 @@ async def leases(world: EnginePair) -> str:
     return f"{rounds} revocations"
 
 
-async def _until_refused(engine: aiote.Engine, source: aiote.Region, remote: aiote.RemoteRegion) -> None:
-    """Write until a write fails."""
-    while True:
-        try:
-            await engine.write(source, remote)
-        except aiote.AioteError:
-            return
-
-
-async def _third_engine(world: EnginePair) -> tuple[aiote.Region, aiote.RemoteRegion]:
-    """Start an engine in a process beside the second one; write to it once; return the source and the target."""
-    remote = world.left.attach(await world.far("start"))
-    _, source = world.source(remote.nbytes)
-    await world.left.write(source, remote)
-    return source, remote
-
-
-async def killed_peer(world: EnginePair) -> str:
-    source, remote = await _third_engine(world)
-    await world.far("signal", "kill")
-    killed = time.monotonic()
-    await _until_refused(world.left, source, remote)
-    world.figures["seconds until the error"] = time.monotonic() - killed
-    await source.aclose()
-    await world.settle()
-    return "the write to it ended with an error, and the other peer was served"
-
-
-async def stopped_peer(world: EnginePair) -> str:
-    source, remote = await _third_engine(world)
-    found, over = "the write waited until it went on", anyio.Event()
-
-    async def write() -> None:
-        nonlocal found
-        try:
-            await world.left.write(source, remote)
-            end = "was complete"
-        except aiote.AioteError:
-            end = "ended with an error"
-        if resumed:
-            return
-        found = f"the write {end} while it was stopped"
-        world.figures["seconds until then"] = time.monotonic() - stopped
-        over.set()
-
-    await world.far("signal", "stop")
-    stopped, resumed = time.monotonic(), False
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(write)
-        await world.settle()
-        with anyio.move_on_after(STOPPED_S):
-            await over.wait()
-        resumed = True
-        await world.far("signal", "resume")
-    await source.aclose()
-    return f"{found}, and the other peer was served meanwhile"
-
-
 async def idle(world: EnginePair) -> str:
     await world.settle()
     spent, far, started = time.process_time(), await world.far("cpu"), time.monotonic()
@@ -309,15 +206,6 @@ async def registration(world: EnginePair) -> str:
     return f"{size >> 20} MiB"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check: its name in the report, the claim in one sentence, and the function that tests it."""
-
-    name: str
-    claim: str
-    run: Callable[[EnginePair], Awaitable[str]]
-
-
 CHECKS = (
     Check("writes", "a write changes only its target", writes),
     Check("counts-follow-data", "a count arrives only after its bytes", counts_follow_data),
@@ -329,6 +217,13 @@ CHECKS = (
     Check("leases", "no byte arrives through a lease after it is revoked", leases),
     Check("killed-peer", "a write to a killed peer ends with an error", killed_peer),
     Check("stopped-peer", "a stopped peer delays no other peer", stopped_peer),
+    Check(
+        "pulled-rail",
+        "a rail that is lost during writes loses no byte and no count, and comes back",
+        pulled_rail,
+        rails=2,
+    ),
     Check("idle", "engines at rest use hardly any CPU", idle),
     Check("registration", "memory can be registered and released", registration),
 )
+"""Every check, in the order in which `aiote prove` runs them."""
