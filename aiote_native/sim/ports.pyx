@@ -312,7 +312,7 @@ cdef class SimEndpoint(NativeEndpoint):
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)
         if len(address) != ADDRESS.size or not address.startswith(MARK):
-            raise ValueError(f"{address!r} is no address of a simulated endpoint")
+            raise ValueError(f"{address!r} is not the address of a simulated endpoint")
         self.impl.peer = ADDRESS.unpack(address)[1]
 
     cdef void* release_to_channel(self) except NULL:

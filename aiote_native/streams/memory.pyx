@@ -345,7 +345,7 @@ cdef class StreamMemory(NicRegistration):
 
 cdef int checked(bytes name) except -1:
     if len(name) != NAME_BYTES:
-        raise ValueError(f"a peer's name has {NAME_BYTES} bytes, got {len(name)}")
+        raise ValueError(f"the peer's name has {len(name)} bytes, expected {NAME_BYTES}")
     return 0
 
 

@@ -385,7 +385,7 @@ def parse(bytes address) -> tuple[str, int, bytes]:
         family_of(bare)
         return bare, int(port), bytes.fromhex(token.decode("ascii"))
     except (ValueError, OSError):
-        raise ValueError(f"{address!r} is no address of a TCP endpoint") from None
+        raise ValueError(f"{address!r} is not the address of a TCP endpoint") from None
 
 
 cdef class SocketEndpoint(StreamEndpoint):
@@ -440,8 +440,8 @@ cdef class SocketEndpoint(StreamEndpoint):
         host, port, token = parse(address)
         memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
         if (":" in host) != (":" in self.host):
-            raise ValueError(f"one rail is at {self.host}, the other at {host}, which is another version of IP: name "
-                             "rails or hosts of one version at both engines")
+            raise ValueError(f"one rail is at {self.host}, the other at {host}, an address of another version of IP: "
+                             "name rails or hosts of one version at both engines")
         if self.address <= address:
             return
         shut_fd(self.impl, &self.impl.listener)
