@@ -277,7 +277,7 @@ cdef class Core:
         """
         usable(&self.engine)
         if length and (local is None or remote is None):
-            raise ValueError(f"{length} bytes need both a local and a remote memory: only nothing goes without")
+            raise ValueError(f"{length} bytes need both a local and a remote memory: only an empty write needs none")
         operation.take(local, local_offset, remote, remote_offset, length, length, reads)
         operation.op.part_bytes = length
         operation.op.parts = 1
@@ -303,7 +303,7 @@ cdef class Core:
         cdef int64_t bad
         usable(&self.engine)
         if source.count != target.count:
-            raise ValueError(f"{source.count} source pages, but {target.count} target pages")
+            raise ValueError(f"{source.count} source pages, but {target.count} target pages: expected as many")
         bad = source.first_outside(page_bytes, source_stride, local_offset, local.length)
         if bad >= 0:
             raise ValueError(f"source page {bad} (index {source.values[bad]}) leaves a region of {local.length} bytes")
@@ -337,9 +337,9 @@ cdef class Core:
         if peer.closed or peer.state.mailbox == NULL:
             raise RuntimeError("the peer is closed or takes no messages")
         if len(payload) > peer.message_limit:
-            raise ValueError(f"a message of {len(payload)} bytes, but the peer takes at most {peer.message_limit}")
+            raise ValueError(f"a message of {len(payload)} bytes, but the peer accepts at most {peer.message_limit}")
         if operation.submitted:
-            raise RuntimeError("an operation is submitted once")
+            raise RuntimeError("the operation was already submitted")
         operation.kept = payload
         operation.op.opcode = OP_SEND
         operation.op.local_address = <uint64_t> <char*> payload

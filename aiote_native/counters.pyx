@@ -311,7 +311,7 @@ cdef class ImmCounters:
         done.head = done.tail = NULL
         cdef int code = arrive(&self.table, imm_data, times, NULL, &done)
         if code != 0:
-            raise MemoryError("the table of immediates is full" if code == -ENOSPC else "more than can be counted")
+            raise MemoryError("the table of immediates is full" if code == -ENOSPC else "the immediate's count is full")
         return self.collect(&done)
 
     def value(self, uint32_t imm) -> int:
@@ -326,7 +326,7 @@ cdef class ImmCounters:
         cdef DoneList done
         cdef Ticket ticket = Ticket()
         if n > 1 << 40 or imm >> IMMEDIATE_BITS:
-            raise ValueError("at most 2**40 counts of a 28-bit immediate can be waited for")
+            raise ValueError(f"a wait for {n} counts of immediate {imm:#x}: expected at most 2**40 counts and 28 bits")
         cdef Counter* counter = table_get(&self.table, imm)
         if counter == NULL:
             raise MemoryError("the table of immediates is full")
@@ -351,7 +351,7 @@ cdef class ImmCounters:
         """Record that a satisfied ticket was seen: its counts are gone for good. Raises ValueError for a pending one.
         """
         if ticket.wait.state == WAIT_PENDING:
-            raise ValueError("the ticket is not satisfied")
+            raise ValueError("the ticket is not satisfied yet")
         if self.waits.pop(id(ticket), None) is not None:
             ticket.wait.state = WAIT_OVER
             ticket.wait.counter.handles -= 1

@@ -183,7 +183,7 @@ cdef class Direct:
         cdef Request request
         cdef Core core = self.core
         if self.request is not None:
-            raise RuntimeError("a transfer is posted once")
+            raise RuntimeError("the transfer was already posted")
         if isinstance(local, PageSet) and isinstance(remote, PageSet):
             mine = <PageSet> local
             theirs = <PageSet> remote
@@ -263,7 +263,7 @@ cdef class Direct:
         cdef uint64_t value, deadline
         cdef bint over
         if request is None:
-            raise RuntimeError("nothing was posted")
+            raise RuntimeError("the transfer was not posted yet: call post first")
         if self.over:
             return True
         bell = take_bell(self.bells)

@@ -43,7 +43,7 @@ cdef class Pulse:
     def __init__(self, double interval, double limit, send_every=None):
         """Begin. Raises ValueError unless both times are finite and 0 < `interval` < `limit`."""
         if not (isfinite(interval) and isfinite(limit) and 0 < interval < limit):
-            raise ValueError(f"0 < interval < limit expected, got interval {interval} and limit {limit}")
+            raise ValueError(f"expected 0 < interval < limit, in seconds, got interval {interval} and limit {limit}")
         self.interval = interval
         self.limit = limit
         self.send_every = interval if send_every is None else send_every

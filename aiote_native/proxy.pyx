@@ -71,10 +71,12 @@ cdef class FlagWord:
         try:
             PyObject_GetBuffer(word, &self.view, PyBUF_SIMPLE | PyBUF_FORMAT)
         except TypeError:
-            raise TypeError(f"flag: one uint32 in memory is expected, got {type(word).__name__}") from None
+            raise TypeError(f"flag: expected one uint32 in memory, got {type(word).__name__}") from None
         self.held = True
         if self.view.len != 4 or self.view.itemsize != 4 or <uint64_t> self.view.buf % 4:
-            raise TypeError(f"flag: one uint32 is expected, got {self.view.len} bytes in items of {self.view.itemsize}")
+            raise TypeError(
+                f"flag: expected one uint32 at a multiple of 4 bytes, got {self.view.len} bytes in items of "
+                f"{self.view.itemsize}")
 
     def __dealloc__(self):
         if self.held:
@@ -148,9 +150,9 @@ def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_
     cdef Integers given
     for given in (run.lengths, run.here, run.there, imms):
         if (given.held or given is run.lengths) and given.count != count:
-            raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
+            raise ValueError(f"{given.name} has {given.count} numbers: expected one for each of {count} targets")
         if given.held and given is not imms and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
-            raise ValueError(f"{given.name}: numbers that another thread writes must lie at multiples of 8")
+            raise ValueError(f"{given.name}: expected numbers at multiples of 8, because another thread writes them")
     run.allocate(prepared, count, 0)
     run.numbered = imms.held
     for i in range(count):

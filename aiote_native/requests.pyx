@@ -94,7 +94,7 @@ cdef class PageSet:
         """Set which pages they are, once. Return the position of the first one that leaves the slice, -1 for none."""
         cdef int64_t bad
         if self.index is not None:
-            raise RuntimeError("the pages are known already")
+            raise RuntimeError("the page set is already filled")
         bad = index.first_outside(page_bytes, stride, offset, region.nbytes)
         if bad < 0:
             self.fill(region, index, page_bytes, stride, offset)
@@ -257,7 +257,7 @@ cdef class Awaiting:
         if request.refused or request.op.status != 0:
             request.raise_failure()
         if not (request.is_over or request.refused):
-            raise RuntimeError("the await of a transfer was resumed before that was over: this loop drives it wrongly")
+            raise RuntimeError("the event loop resumed the await of a transfer before its end, a mistake of the loop")
         raise StopIteration
 
     def send(self, value):

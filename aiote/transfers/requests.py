@@ -92,7 +92,7 @@ def _bytes_of(payload: object) -> bytes:
 
 def _too_long(length: int, limit: int) -> UsageError:
     return UsageError(
-        f"send: a message of {length} bytes, but the peer takes at most {limit} (its config.message_bytes); "
+        f"send: a message of {length} bytes, but the peer accepts at most {limit} (its config.message_bytes); "
         "write larger data with engine.write into a region of the peer"
     )
 

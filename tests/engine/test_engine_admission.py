@@ -79,7 +79,7 @@ async def test_hundreds_of_waiting_transfers_that_are_refused_all_fail(provider)
         good = left.submit_send(right.address, b"good")
         await asyncio.wait_for(good, 30)
         for transfer in long:
-            with pytest.raises(aiote.UsageError, match="takes at most"):
+            with pytest.raises(aiote.UsageError, match="accepts at most"):
                 await transfer
         assert (await right.recv()).data == b"good"
 

@@ -54,7 +54,7 @@ def test_a_pulse_is_a_heartbeat_clock(calls, told):
 
 @pytest.mark.parametrize(("interval", "limit"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, math.inf), (math.nan, 1.0)])
 def test_times_that_are_none_are_refused(interval, limit):
-    with pytest.raises(ValueError, match="0 < interval < limit expected"):
+    with pytest.raises(ValueError, match="expected 0 < interval < limit"):
         Pulse(interval, limit)
 
 

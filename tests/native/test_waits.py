@@ -228,7 +228,7 @@ def test_impossible_waits_are_refused():
         handle.wait(waiting, (1 << 40) + 1)
     handle.wait(waiting, 0)
     assert waiting.satisfied
-    with pytest.raises(RuntimeError, match="queued once"):
+    with pytest.raises(RuntimeError, match="already queued"):
         handle.wait(waiting, 1)
     core.reap()
     assert waiting.is_over
