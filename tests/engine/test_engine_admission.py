@@ -199,7 +199,7 @@ async def test_an_await_that_is_resumed_too_early_is_an_error_and_not_the_end():
         transfer = left.submit_write(local, remote)
         steps = transfer.__await__()
         steps.send(None)
-        with pytest.raises(RuntimeError, match="before that was over"):
+        with pytest.raises(RuntimeError, match="resumed the await of a transfer before its end"):
             steps.send(None)
         assert not transfer.done()
         await transfer

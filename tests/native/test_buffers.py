@@ -320,7 +320,7 @@ def test_cuda_device_is_asked_of_dlpack(device: tuple[Any, Any], expected: tuple
         ({"data": (2**64, False)}, "not a 64-bit address"),
         ({"data": (0, False)}, "null pointer for 48 bytes"),
         ({"data": (None, False)}, "null pointer for 48 bytes"),
-        ({"data": (2**64 - 47, False)}, "past the end of the address space"),
+        ({"data": (2**64 - 47, False)}, "pass the end of the address space"),
     ],
 )
 def test_a_malformed_cuda_interface_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -193,7 +193,7 @@ def test_only_an_engines_socket_is_woken(somebody):
     secret, name = parse_address(somebody.address)
     for address in (b"", secret, secret + b"\0dbus", secret + name[1:], somebody.address + b"x", somebody.address[1:]):
         fd = memory(PAGE, SHRINK)
-        with pytest.raises(ValueError, match="no address of a wake-up socket"):
+        with pytest.raises(ValueError, match="not the address of a wake-up socket"):
             PeerWakeup(fd, address)
         assert not is_open(fd)
     fd = memory(PAGE, SHRINK)
