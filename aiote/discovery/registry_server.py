@@ -135,7 +135,7 @@ class RegistryServer:
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
         self._watches: dict[bytes, list[Watch]] = {}
-        self._sooner = LazySignal()
+        self._earlier_deadline = LazySignal()
         self._next_sweep = math.inf
         self._stack: AsyncExitStack | None = None
 
@@ -206,7 +206,7 @@ class RegistryServer:
         self._callers.require()
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
-            self._sooner.wake_all()
+            self._earlier_deadline.wake_all()
         return self._leases.keep(key, number, lease_s, members, now, owner)
 
     async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:
@@ -276,7 +276,7 @@ class RegistryServer:
             pause = max(self._next_sweep - anyio.current_time(), SHORTEST_SLEEP_S)
             due = anyio.current_time() + pause
             with anyio.move_on_after(None if pause == math.inf else pause):
-                await self._sooner.wait()
+                await self._earlier_deadline.wait()
             late = anyio.current_time() - due
             if late > LATE_S:
                 self._leases.postpone(late + GRACE_S)

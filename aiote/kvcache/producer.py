@@ -36,7 +36,7 @@ beyond that, the producer drops the session that was unused for the longest time
 class DecodeSession:
     """The map onto a decode rank's part, and the decode rank's memories if this rank writes (`targets`).
 
-    `asked` counts the open calls for each request; `told` says whether a `moving` stream is open.
+    `asked` counts the open calls for each request; `has_moving_stream` is whether a `moving` stream is open.
     """
 
     peer: aiote.Peer
@@ -44,7 +44,7 @@ class DecodeSession:
     immediates: dict[int, int]
     targets: list[aiote.RemoteRegion | None]
     asked: Counter[str] = field(default_factory=Counter)
-    told: bool = False
+    has_moving_stream: bool = False
 
     @contextmanager
     def asks(self, request: str) -> Iterator[None]:
@@ -220,7 +220,7 @@ class Producer:
             )
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
         immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        batch = TransferBatch(self.engine, session.peer, offer.bell, self._traffic)
+        batch = TransferBatch(self.engine, session.peer, offer.changed, self._traffic)
         return Push(offer, moves, batch, rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
@@ -238,11 +238,11 @@ class Producer:
         self._pulls.add(reader)
         try:
             while not (offer.complete or offer.stopped):
-                await offer.bell.wait()
+                await offer.changed.wait()
             if not offer.stopped:
                 yield Pinned(offer.tokens, rows_to(offer.rows))
             while not (reader.finished or offer.stopped):
-                await offer.bell.wait()
+                await offer.changed.wait()
             if not reader.finished:
                 raise TransferRefused(offer.stopped)
         finally:
@@ -252,9 +252,9 @@ class Producer:
     async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
         """Yield every `interval` seconds the requests of a session that wait in a moving queue or are computed."""
         own, seen = self._session(peer, session), dict[str, int]()
-        if own.told:
+        if own.has_moving_stream:
             raise TransferRefused(f"session {session} has a reader of its progress already")
-        own.told = True
+        own.has_moving_stream = True
         try:
             while self._sessions.get(session) is own:
                 await anyio.sleep(interval)
@@ -262,7 +262,7 @@ class Producer:
                     yield found
                 seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
         finally:
-            own.told = False
+            own.has_moving_stream = False
 
     def renew(self, requests: list[str]) -> None:
         """Keep the offers of requests that decode ranks still want; `match_timeout` begins anew for them."""
@@ -275,6 +275,6 @@ class Producer:
             if reader.session is own and own.peer is peer and reader.offer.request == request:
                 # Even a stopped offer keeps its pages until its readers have left.
                 reader.finished = True
-                reader.offer.bell.wake_all()
+                reader.offer.changed.wake_all()
                 return True
         return False
