@@ -400,7 +400,7 @@ class CallEndpoint:
                 self._take(link, sys.maxsize)
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
-        await link.lent.close()
+        await link.lent_memory.close()
         await link.staging.close()
 
     def hold(self, array: NDArray[Any], *, filled: bool = False) -> SharedRegistration:

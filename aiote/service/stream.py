@@ -35,6 +35,7 @@ class IncomingStream(UnderWay):
     """
 
     __slots__ = (
+        "_credited",
         "_damage",
         "_frames",
         "_largest",
@@ -43,7 +44,6 @@ class IncomingStream(UnderWay):
         "_ready",
         "_received",
         "_taken",
-        "_told",
         "_unfolded",
         "_unread",
         "_waiter",
@@ -54,7 +54,7 @@ class IncomingStream(UnderWay):
         self._method = method
         self._frames: dict[int, list[Any]] = {}
         self._ready: deque[Any] = deque()
-        self._received = self._taken = self._told = self._unread = self._largest = self._unfolded = 0
+        self._received = self._taken = self._credited = self._unread = self._largest = self._unfolded = 0
         self._waiter: Waiter | None = None
         self._listener: tuple[Hear, Ended] | None = None
         self._damage: RemoteError | None = None
@@ -158,8 +158,8 @@ class IncomingStream(UnderWay):
         self._unfolded -= unfolded
         # Send a Credit after half of the items that the server may be ahead, or when no item is left: the server's own
         # limit may be lower.
-        if self.end is None and (self._taken - self._told >= self._half or not self._ready):
-            self._told = self._taken
+        if self.end is None and (self._taken - self._credited >= self._half or not self._ready):
+            self._credited = self._taken
             self.link.post_frame(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
         if isinstance(item, RemoteError):
             raise item
@@ -202,9 +202,9 @@ class Stream(AsyncIterator[Any]):
     def __init__(
         self,
         start: Callable[[list[Address]], Awaitable[IncomingStream]],
-        again: Callable[[CallError, int, Link | None, list[Address]], bool],
+        may_retry: Callable[[CallError, int, Link | None, list[Address]], bool],
     ) -> None:
-        self._start, self._again = start, again
+        self._start, self._may_retry = start, may_retry
         self._incoming: IncomingStream | None = None
         self._over = self._reading = self._listened = False
 
@@ -223,7 +223,7 @@ class Stream(AsyncIterator[Any]):
             self._reading = False
 
     async def _first(self) -> Any:
-        """Begin the call and return the first item; begin again, perhaps at another member, if `_again` allows it."""
+        """Begin the call and return the first item; begin again, perhaps at another member, if `_may_retry` says so."""
         avoid: list[Address] = []
         for attempt in itertools.count(1):
             self._incoming = None
@@ -232,7 +232,7 @@ class Stream(AsyncIterator[Any]):
                 return await self._incoming.next()
             except CallError as error:
                 link = None if self._incoming is None else self._incoming.link
-                if not self._again(error, attempt, link, avoid):
+                if not self._may_retry(error, attempt, link, avoid):
                     raise
         raise AssertionError
 
