@@ -148,12 +148,12 @@ cdef class Core:
         # An engine that does not spin reads no clock: that can be a system call, and its round has few of those.
         cdef bint spins = self.engine.spin_ns != 0, again = True
         # If tasks woke in the last two turns, the loop usually has more to do: they started a task or filled a queue.
-        cdef bint kept = spins and not self.shares and self.lively == 0
+        cdef bint kept = spins and not self.shares and self.recent_wakes == 0
         cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
         cdef int rounds = 0, most = 1 if spins or self.shares else ROUNDS
         # This turn itself looks at what the woken tasks start, so they need not tell the engine.
         self.awake = True
-        self.lively = max(self.lively - 1, 0)
+        self.recent_wakes = max(self.recent_wakes - 1, 0)
         try:
             while again:
                 usable(&self.engine)
@@ -166,7 +166,8 @@ cdef class Core:
                 if not alive(&self.engine):
                     return False
                 again = again or self.woke
-                self.lively = 2 if self.woke or (self.engine.state.inbox and self.engine.receivers) else self.lively
+                if self.woke or (self.engine.state.inbox and self.engine.receivers):
+                    self.recent_wakes = 2
                 rounds += 1
                 if rounds < most:
                     continue
@@ -250,7 +251,7 @@ cdef class Core:
         if rooms:
             self.rooms = []
             for link in rooms:
-                link.roomy = False
+                link.is_room_due = False
                 try:
                     if link.on_room is not None:
                         link.on_room()

@@ -31,8 +31,8 @@ cdef void done_push(DoneList* done, Done* item) noexcept nogil:
     else:
         done.tail.next = item
     done.tail = item
-    if item.bell:
-        write(item.bell - 1, &one, sizeof(one))
+    if item.eventfd:
+        write(item.eventfd - 1, &one, sizeof(one))
 
 
 cdef inline uint64_t bucket_of(uint32_t imm, uint64_t size) noexcept nogil:

@@ -48,7 +48,7 @@ cdef class Integers:
             raise TypeError(f"{name}: expected an array of 64-bit integers, got {type(values).__name__}") from None
         except ValueError as error:
             raise TypeError(f"{name}: {error}") from None
-        self.held = True
+        self.present = True
         kind = self.view.format
         # "<" is the native order on every machine that this runs on.
         if kind[0] in (c"@", c"=", c"<"):
@@ -63,13 +63,13 @@ cdef class Integers:
         self.step = self.view.strides[0] if self.view.strides != NULL else 8
 
     def __dealloc__(self):
-        if self.held:
+        if self.present:
             PyBuffer_Release(&self.view)
 
     cdef uint64_t at(self, uint64_t i) noexcept nogil:
         """Return a number. A number below 0 becomes larger than any bound."""
         cdef uint64_t value = 0
-        if self.held:
+        if self.present:
             memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.step, 8)
         return value
 
@@ -140,15 +140,15 @@ cdef class PreparedTargets:
         cdef Integers there = Integers("remote_offsets", remote_offsets)
         cdef Integers rows = Integers("to", to)
         cdef Integers imms = Integers("imm", immediates)
-        cdef uint64_t count = rows.count if rows.held else self.count
+        cdef uint64_t count = rows.count if rows.present else self.count
         cdef TargetRun run = TargetRun.__new__(TargetRun)
         cdef int64_t bad
         cdef Integers given
         for given in (length, here, there, imms):
-            if (given.held or given is length) and given.count != count:
+            if (given.present or given is length) and given.count != count:
                 raise ValueError(f"{given.name} has {given.count} numbers: expected one for each of {count} targets")
         run.allocate(self, count, 0)
-        run.numbered = imms.held
+        run.numbered = imms.present
         bad = fill_writes(self, run, length, here, there, rows, imms)
         if bad >= 0:
             raise ValueError(self.write_fault(length, here, there, rows, imms, bad))
@@ -157,10 +157,10 @@ cdef class PreparedTargets:
     cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, Integers imms,
                             uint64_t i):
         """Say what is wrong with write `i`."""
-        cdef uint64_t at = to.at(i) if to.held else i
+        cdef uint64_t at = to.at(i) if to.present else i
         if at >= self.count:
             return f"to[{i}] is {to.value(i)}, expected a target from 0 to {self.count - 1}"
-        if imms.held and imms.at(i) >> IMMEDIATE_BITS:
+        if imms.present and imms.at(i) >> IMMEDIATE_BITS:
             return f"imm[{i}] is {imms.value(i)}, expected from 0 to 2**{IMMEDIATE_BITS} - 1"
         sides = (("local", here, self.rows[at].local_bytes), ("remote", there, self.rows[at].remote_bytes))
         for side, offset, limit in sides:
@@ -181,11 +181,11 @@ cdef class PreparedTargets:
         cdef TargetRun run = TargetRun.__new__(TargetRun)
         cdef uint64_t total, i
         cdef int64_t bad
-        if not here.held or not there.held or here.count != there.count:
+        if not here.present or not there.present or here.count != there.count:
             raise ValueError(f"{here.count} local pages, but {there.count} remote pages: expected as many of each")
-        if (shares.count if shares.held else 1) != self.count:
+        if (shares.count if shares.present else 1) != self.count:
             raise ValueError(f"{shares.count} counts: expected one for each of {self.count} targets")
-        total = here.count if not shares.held else 0
+        total = here.count if not shares.present else 0
         for i in range(shares.count):
             total = shared(total, shares.at(i))
         if total != here.count:
@@ -199,7 +199,7 @@ cdef class PreparedTargets:
 
     cdef object page_fault(self, Integers here, Integers there, Integers shares, uint64_t i):
         """Say what is wrong with page `i`."""
-        cdef uint64_t at = 0, end = shares.at(0) if shares.held else here.count
+        cdef uint64_t at = 0, end = shares.at(0) if shares.present else here.count
         while end <= i and at + 1 < self.count:
             at += 1
             end += shares.at(at)
@@ -227,7 +227,7 @@ cdef uint64_t shared(uint64_t total, uint64_t count) noexcept nogil:
 cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil:
     """Make a write count on number `i`, if there are numbers; return False if that is no immediate."""
     cdef uint64_t imm = imms.at(i)
-    op.counted = imms.held
+    op.counted = imms.present
     op.imm = <uint32_t> imm
     return not imm >> IMMEDIATE_BITS
 
@@ -239,7 +239,7 @@ cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers lengt
     cdef const Row* row
     cdef Op* op
     for i in range(run.count):
-        at = to.at(i) if to.held else i
+        at = to.at(i) if to.present else i
         if at >= prepared.count:
             return i
         row = &prepared.rows[at]
@@ -271,7 +271,7 @@ cdef int64_t fill_pages(PreparedTargets prepared, TargetRun run, Integers here, 
     run.count = 0
     for at in range(prepared.count):
         row = &prepared.rows[at]
-        end = page + shares.at(at) if shares.held else here.count
+        end = page + shares.at(at) if shares.present else here.count
         if end <= page or end > here.count:
             continue
         op = &run.ops[run.count]

@@ -163,8 +163,8 @@ cdef class LocalMemory:
 
 
 cdef class RemoteMemory:
-    """A peer's memory: a key and an address for each of its rails. If it belongs to a lease, `held` is the flight of
-    the requests through that lease.
+    """A peer's memory: a key and an address for each of its rails. `lease_flight` is the flight of the requests
+    through its lease, if it belongs to one.
     """
 
     def __init__(self, uint64_t length, bint writable, keys, uint64_t lease=0, bint readable=True):

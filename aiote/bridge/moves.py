@@ -31,14 +31,12 @@ LEFT_S = 0.001
 
 
 class ThreadTransfer:
-    """One transfer of a thread. `otherwise` returns a coroutine that does the same transfer on the loop."""
+    """One transfer of a thread. `on_loop` returns a coroutine that does the same transfer on the loop."""
 
-    def __init__(
-        self, bridge: Bridge, thread: EngineThread, otherwise: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
+    def __init__(self, bridge: Bridge, thread: EngineThread, on_loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.owner = bridge
-        self._thread, self._otherwise = thread, otherwise
-        self._direct = Direct(thread.core, thread.bells)
+        self._thread, self._on_loop = thread, on_loop
+        self._direct = Direct(thread.core, thread.eventfds)
         self._cancelled = False
 
     def run(self, local: Any, remote: Any, *, reads: bool, imm: int | None, timeout: float | None) -> None:
@@ -53,7 +51,7 @@ class ThreadTransfer:
             # Either the caller that closes the bridge sees this move in `moves`, or `require_open` raises here.
             self.owner.require_open()
             if not self._direct.post(Transfer, local, remote, reads, imm) or self._direct.unposted:
-                self.owner.call(self._otherwise(), timeout)
+                self.owner.call(self._on_loop(), timeout)
                 return
             if self._cancelled:
                 raise make_closed_error()
@@ -75,7 +73,7 @@ class ThreadTransfer:
         while not over:
             try:
                 # A bridge that stops refuses calls, but it ends the transfer itself.
-                Call(self._thread, None, drain_transfer(transfer), firm=True).wait_ended()
+                Call(self._thread, None, drain_transfer(transfer), uncancellable=True).wait_ended()
                 over = self._direct.wait(LOOK_S)
             except BaseException as error:
                 interruption = error
@@ -87,7 +85,7 @@ class ThreadTransfer:
         transfer = self._direct.request
         assert isinstance(transfer, Transfer)
         try:
-            Call(self._thread, None, outcome(transfer), firm=True).wait()
+            Call(self._thread, None, outcome(transfer), uncancellable=True).wait()
         except AioteError:
             self.owner.require_open()
             raise

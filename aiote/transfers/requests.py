@@ -136,7 +136,7 @@ class Requests:
         if peer.connected:
             # A revocation must know the transfers that use its lease, so keep the lease's flight (None if void).
             if remote.lease:
-                remote.memory.held = peer.lease_flight(remote.lease)
+                remote.memory.lease_flight = peer.lease_flight(remote.lease)
             remote.memory.link = peer.link
         return peer
 

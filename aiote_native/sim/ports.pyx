@@ -242,7 +242,7 @@ cdef class SimEndpoint(NativeEndpoint):
 
     def __cinit__(self):
         self.impl = NULL
-        self.lent = NULL
+        self.channel_impl = NULL
 
     def __dealloc__(self):
         self.drop(self.device)
@@ -316,14 +316,14 @@ cdef class SimEndpoint(NativeEndpoint):
         self.impl.peer = ADDRESS.unpack(address)[1]
 
     cdef void* release_to_channel(self) except NULL:
-        self.lent = <SimPort*> NativeEndpoint.release_to_channel(self)
-        return self.lent
+        self.channel_impl = <SimPort*> NativeEndpoint.release_to_channel(self)
+        return self.channel_impl
 
     def moved(self) -> int:
-        return self.lent.moved if self.lent != NULL else -1
+        return self.channel_impl.moved if self.channel_impl != NULL else -1
 
     cdef void channel_closed(self):
-        self.lent = NULL
+        self.channel_impl = NULL
         NativeEndpoint.channel_closed(self)
 
     cdef void** impl_slot(self) noexcept:

@@ -107,8 +107,8 @@ cdef class StreamDevice(NativeDevice):
             pthread_mutex_lock(&self.registry.lock)
             refusals = self.registry.refusals
             pthread_mutex_unlock(&self.registry.lock)
-        news = [("unshared", self.registry.refused)] if refusals != self.told else []
-        self.told = refusals
+        news = [("unshared", self.registry.refused)] if refusals != self.reported_refusals else []
+        self.reported_refusals = refusals
         return news
 
     def close(self) -> None:

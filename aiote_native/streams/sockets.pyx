@@ -392,7 +392,7 @@ cdef class SocketEndpoint(StreamEndpoint):
     """An endpoint that listens at an IP address of this host; `connect` makes the connection, or waits for it."""
 
     def __cinit__(self):
-        self.impl = self.lent = NULL
+        self.impl = self.channel_impl = NULL
 
     def __init__(self, StreamDevice device, str host):
         """Listen at an IP address. Raises OSError if that is not possible."""
@@ -457,16 +457,17 @@ cdef class SocketEndpoint(StreamEndpoint):
         check(watch(self.impl, EPOLL_CTL_ADD, self.impl.fd, self.impl.watched), "epoll_ctl")
 
     cdef void* release_to_channel(self) except NULL:
-        self.lent = <SocketStream*> StreamEndpoint.release_to_channel(self)
-        return self.lent
+        self.channel_impl = <SocketStream*> StreamEndpoint.release_to_channel(self)
+        return self.channel_impl
 
     cdef void channel_closed(self):
-        self.lent = NULL
+        self.channel_impl = NULL
         StreamEndpoint.channel_closed(self)
 
     def moved(self) -> int:
         """Return how many bytes the connection has received or seen acknowledged; -1 before it is made."""
-        return aiote_moved_over(self.lent.fd) if self.lent != NULL and self.lent.stream.connected else -1
+        cdef SocketStream* impl = self.channel_impl
+        return aiote_moved_over(impl.fd) if impl != NULL and impl.stream.connected else -1
 
     cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl

@@ -123,7 +123,7 @@ def test_what_is_under_way_is_looked_at_until_it_has_been_seen_to_end(pair):
 
 def test_those_without_a_pulse_and_the_attentive_are_called_each_time(pair):
     pulse = followed(pair)
-    pulse.attentive = True
+    pulse.every_check = True
     others = [lambda _now: 0.0, lambda _now: 1.0]
     beats = {others[0]: None, beat: pulse, others[1]: None}
     assert check_pulses(beats, 0.25, EARLY) == ([others[0], beat, others[1]], math.inf)
