@@ -159,7 +159,7 @@ cpdef AcquiredBuffer acquire(object obj):
     if refusals:
         said = "; ".join([f"{protocol}: {type(error).__name__}: {error}" for protocol, error in refusals])
         raise BufferError(
-            f"{_name(obj)} refuses to lend its memory ({said}); if its elements have no type there, view it as uint8"
+            f"{_name(obj)} refuses to lend its memory ({said}); if its element type is the reason, view it as uint8"
         ) from refusals[0][1]
     raise TypeError(f"{_name(obj)} has no memory to lend: expected an object with {ACCEPTED}")
 
@@ -170,7 +170,7 @@ cpdef AcquiredBuffer section(AcquiredBuffer whole, uint64_t start, uint64_t stop
     """
     cdef AcquiredBuffer part = _blank(whole, whole.source)
     if not start <= stop <= whole.nbytes:
-        raise ValueError(f"bytes {start} to {stop} of a buffer of {whole.nbytes}")
+        raise ValueError(f"bytes {start} to {stop} leave a buffer of {whole.nbytes} bytes")
     part.address = whole.address + start
     part.nbytes = stop - start
     part.itemsize = 1
@@ -255,7 +255,7 @@ cdef int _locate(AcquiredBuffer buffer, str what, uint64_t data, uint64_t offset
         raise BufferError(f"{what} is malformed: a null pointer for {nbytes} bytes")
     if offset > UINT64_MAX - data or <uint64_t> nbytes > UINT64_MAX - (data + offset):
         raise BufferError(
-            f"{what} is malformed: {nbytes} bytes at {data:#x} + {offset} run past the end of the address space"
+            f"{what} is malformed: {nbytes} bytes at {data:#x} + {offset} pass the end of the address space"
         )
     buffer.address = data + offset
     buffer.nbytes = nbytes
@@ -302,7 +302,7 @@ cdef uint64_t _cuda_header(AcquiredBuffer buffer, str what, object interface) ex
     if interface["version"] not in (2, 3):
         raise BufferError(f"{what} has version {interface['version']!r}, expected 2 or 3")
     if interface.get("mask") is not None:
-        raise BufferError(f"{what} has a mask: masked arrays are not one run of bytes; use the array without its mask")
+        raise BufferError(f"{what} has a mask: the mask lies outside the elements; use the array without its mask")
     typestr = interface["typestr"]
     match = TYPESTR.fullmatch(typestr) if isinstance(typestr, str) else None
     if match is None or int(match[1]) == 0:
@@ -317,7 +317,7 @@ cdef uint64_t _cuda_header(AcquiredBuffer buffer, str what, object interface) ex
     except TypeError:
         raise BufferError(f"{what} is malformed: data {data!r}, expected an integer as the pointer") from None
     if not 0 <= pointer <= UINT64_MAX:
-        raise BufferError(f"{what} is malformed: the pointer {pointer} is no 64-bit address")
+        raise BufferError(f"{what} is malformed: the pointer {pointer} is not a 64-bit address")
     return pointer
 
 
@@ -472,16 +472,18 @@ cdef int _take_tensor(AcquiredBuffer buffer, str what, DLTensor* tensor, uint64_
     """Check a tensor and describe it in the buffer that owns it."""
     cdef int64_t bits = <int64_t> tensor.dtype.bits * tensor.dtype.lanes
     if tensor.device.device_type not in DEVICES:
-        raise BufferError(f"{what} is malformed: it turned out to be on device type {tensor.device.device_type}")
+        raise BufferError(
+            f"{what} is malformed: it is on device type {tensor.device.device_type}, unlike its __dlpack_device__ said")
     if flags & FLAG_IS_COPIED:
-        raise BufferError(f"{what} is a copy: writes would not reach the original; copy it yourself and use the copy")
+        raise BufferError(
+            f"{what} is a copy, so writes would not reach the original; make the copy yourself and use that")
     if tensor.ndim < 0 or tensor.ndim > MAX_NDIM or (tensor.ndim > 0 and tensor.shape == NULL) or bits == 0:
         raise BufferError(
             f"{what} is malformed: {tensor.ndim} dimensions, {'no' if tensor.shape == NULL else 'a'} shape, "
             f"{tensor.dtype.lanes} lanes of {tensor.dtype.bits} bits"
         )
     if tensor.dtype.code == OPAQUE_HANDLE:
-        raise ValueError(f"{what} has opaque handles for elements, which are pointers; use numbers or bytes")
+        raise ValueError(f"{what} has opaque handles as elements, which are pointers; use numbers or bytes")
     if bits % 8 or (tensor.dtype.bits % 8 and flags & FLAG_SUBBYTE_PADDED):
         raise ValueError(
             f"{what} has elements of {tensor.dtype.lanes} x {tensor.dtype.bits} bits, expected whole bytes; "

@@ -20,7 +20,7 @@ cdef class Core:
     cdef public bint closing
     cdef public bint shares
     cdef bint woke
-    cdef int lively
+    cdef int recent_wakes
     cdef list rooms
     cdef object report_failures(self, list failed, list woken, on_round, bint untold)
     cdef object run_woken(self, list woken, bint direct, listener)

@@ -148,12 +148,12 @@ cdef class Core:
         # An engine that does not spin reads no clock: that can be a system call, and its round has few of those.
         cdef bint spins = self.engine.spin_ns != 0, again = True
         # If tasks woke in the last two turns, the loop usually has more to do: they started a task or filled a queue.
-        cdef bint kept = spins and not self.shares and self.lively == 0
+        cdef bint kept = spins and not self.shares and self.recent_wakes == 0
         cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
         cdef int rounds = 0, most = 1 if spins or self.shares else ROUNDS
         # This turn itself looks at what the woken tasks start, so they need not tell the engine.
         self.awake = True
-        self.lively = max(self.lively - 1, 0)
+        self.recent_wakes = max(self.recent_wakes - 1, 0)
         try:
             while again:
                 usable(&self.engine)
@@ -166,7 +166,8 @@ cdef class Core:
                 if not alive(&self.engine):
                     return False
                 again = again or self.woke
-                self.lively = 2 if self.woke or (self.engine.state.inbox and self.engine.receivers) else self.lively
+                if self.woke or (self.engine.state.inbox and self.engine.receivers):
+                    self.recent_wakes = 2
                 rounds += 1
                 if rounds < most:
                     continue
@@ -250,7 +251,7 @@ cdef class Core:
         if rooms:
             self.rooms = []
             for link in rooms:
-                link.roomy = False
+                link.is_room_due = False
                 try:
                     if link.on_room is not None:
                         link.on_room()
@@ -277,7 +278,7 @@ cdef class Core:
         """
         usable(&self.engine)
         if length and (local is None or remote is None):
-            raise ValueError(f"{length} bytes need both a local and a remote memory: only nothing goes without")
+            raise ValueError(f"{length} bytes need both a local and a remote memory: only an empty write needs none")
         operation.take(local, local_offset, remote, remote_offset, length, length, reads)
         operation.op.part_bytes = length
         operation.op.parts = 1
@@ -303,7 +304,7 @@ cdef class Core:
         cdef int64_t bad
         usable(&self.engine)
         if source.count != target.count:
-            raise ValueError(f"{source.count} source pages, but {target.count} target pages")
+            raise ValueError(f"{source.count} source pages, but {target.count} target pages: expected as many")
         bad = source.first_outside(page_bytes, source_stride, local_offset, local.length)
         if bad >= 0:
             raise ValueError(f"source page {bad} (index {source.values[bad]}) leaves a region of {local.length} bytes")
@@ -337,9 +338,9 @@ cdef class Core:
         if peer.closed or peer.state.mailbox == NULL:
             raise RuntimeError("the peer is closed or takes no messages")
         if len(payload) > peer.message_limit:
-            raise ValueError(f"a message of {len(payload)} bytes, but the peer takes at most {peer.message_limit}")
+            raise ValueError(f"a message of {len(payload)} bytes, but the peer accepts at most {peer.message_limit}")
         if operation.submitted:
-            raise RuntimeError("an operation is submitted once")
+            raise RuntimeError("the operation was already submitted")
         operation.kept = payload
         operation.op.opcode = OP_SEND
         operation.op.local_address = <uint64_t> <char*> payload

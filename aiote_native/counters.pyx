@@ -32,8 +32,8 @@ cdef void done_push(DoneList* done, Done* item) noexcept nogil:
     else:
         done.tail.next = item
     done.tail = item
-    if item.bell:
-        write(item.bell - 1, &one, sizeof(one))
+    if item.eventfd:
+        write(item.eventfd - 1, &one, sizeof(one))
 
 
 cdef inline uint64_t bucket_of(uint32_t imm, uint64_t size) noexcept nogil:
@@ -312,7 +312,7 @@ cdef class ImmCounters:
         done.head = done.tail = NULL
         cdef int code = arrive(&self.table, imm_data, times, NULL, &done)
         if code != 0:
-            raise MemoryError("the table of immediates is full" if code == -ENOSPC else "more than can be counted")
+            raise MemoryError("the table of immediates is full" if code == -ENOSPC else "the immediate's count is full")
         return self.collect(&done)
 
     def value(self, uint32_t imm) -> int:
@@ -327,7 +327,7 @@ cdef class ImmCounters:
         cdef DoneList done
         cdef Ticket ticket = Ticket()
         if n > 1 << 40 or imm >> IMMEDIATE_BITS:
-            raise ValueError("at most 2**40 counts of a 28-bit immediate can be waited for")
+            raise ValueError(f"a wait for {n} counts of immediate {imm:#x}: expected at most 2**40 counts and 28 bits")
         cdef Counter* counter = table_get(&self.table, imm)
         if counter == NULL:
             raise MemoryError("the table of immediates is full")
@@ -352,7 +352,7 @@ cdef class ImmCounters:
         """Record that a satisfied ticket was seen: its counts are gone for good. Raises ValueError for a pending one.
         """
         if ticket.wait.state == WAIT_PENDING:
-            raise ValueError("the ticket is not satisfied")
+            raise ValueError("the ticket is not satisfied yet")
         if self.waits.pop(id(ticket), None) is not None:
             ticket.wait.state = WAIT_OVER
             ticket.wait.counter.handles -= 1

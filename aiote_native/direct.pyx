@@ -3,7 +3,7 @@
 A coroutine on the engine's loop costs a task and two hand-overs between threads, each of them a wake-up and a wait for
 the GIL: 300 to 400 us with two cores. Here the thread that waits for a transfer makes progress itself, under the
 engine's lock, as the loop does. If the loop finds that the transfer is over while the thread sleeps, it makes the
-thread's eventfd (`bell`) readable. If a native thread makes progress, the waiting thread only sleeps. The loop is
+thread's eventfd readable. If a native thread makes progress, the waiting thread only sleeps. The loop is
 notified in each case, because the Python objects of a finished transfer are for the loop to update.
 """
 
@@ -41,7 +41,7 @@ cdef extern from "<sys/eventfd.h>" nogil:
     const int EFD_CLOEXEC, EFD_NONBLOCK
 
 cdef enum:
-    TOLD_MS = 1  # how long a notified loop has to make progress before the waiting thread makes progress itself
+    LOOP_MS = 1  # how long a notified loop has to make progress before the waiting thread makes progress itself
 
 
 cdef class ThreadEventfd:
@@ -57,20 +57,20 @@ cdef class ThreadEventfd:
             close(self.fd)
 
 
-cdef ThreadEventfd take_bell(list spare):
+cdef ThreadEventfd take_eventfd(list spare):
     """Return an unused eventfd, or a new one."""
-    cdef ThreadEventfd bell
+    cdef ThreadEventfd eventfd
     if spare:
         return <ThreadEventfd?> spare.pop()
-    bell = ThreadEventfd()
-    check(-errno if bell.fd < 0 else 0, "eventfd")
-    return bell
+    eventfd = ThreadEventfd()
+    check(-errno if eventfd.fd < 0 else 0, "eventfd")
+    return eventfd
 
 
-cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept nogil:
+cdef bint look(Progress* self, Op* op, int eventfd, bint last, int* again) noexcept nogil:
     """Run a round of progress, unless a native thread does that, and return whether the transfer is over.
 
-    If it is not, either `again` is set, and the caller has to call this again soon, or the eventfd `bell` becomes
+    If it is not, either `again` is set, and the caller has to call this again soon, or the eventfd becomes
     readable when the transfer is over. `last`: the caller stops waiting, whatever this returns.
     """
     cdef bint over
@@ -92,19 +92,19 @@ cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept
     over = op.over
     if again[0] and (over or last):
         signal_wake(self)  # this round told the peers that the engine is awake, so the loop has to go on in its place
-    op.done.bell = 0 if over or again[0] else bell + 1
+    op.done.eventfd = 0 if over or again[0] else eventfd + 1
     unlock(self)
     return over
 
 
-cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcept nogil:
+cdef bint wait_over(Progress* self, Op* op, int eventfd, uint64_t deadline) noexcept nogil:
     """Wait until a transfer is over; return False at the deadline, or when a signal comes."""
     cdef pollfd fds[2]
     cdef uint64_t now, value
-    cdef int again, told, left
+    cdef int again, notified, left
     while True:
         now = clock_ns()
-        if look(self, op, bell, now >= deadline, &again):
+        if look(self, op, eventfd, now >= deadline, &again):
             return True
         if now >= deadline:
             return False
@@ -114,14 +114,14 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
                 sched_yield()
             continue
         # The engine's descriptor stays readable until the notified loop has run, so poll only the eventfd until then.
-        told = self.notified or self.threaded
+        notified = self.notified or self.threaded
         left = <int> min((deadline - now) // 1_000_000 + 1, 1000)
-        fds[0].fd = bell
+        fds[0].fd = eventfd
         fds[1].fd = self.epoll_fd
         fds[0].events = fds[1].events = POLLIN
-        if poll(fds, 1 if told else 2, left if self.threaded or not told else TOLD_MS) < 0 and errno == EINTR:
+        if poll(fds, 1 if notified else 2, left if self.threaded or not notified else LOOP_MS) < 0 and errno == EINTR:
             return False
-        read(bell, &value, sizeof(value))
+        read(eventfd, &value, sizeof(value))
 
 
 cdef bint is_over(Progress* self, Op* op) noexcept nogil:
@@ -140,7 +140,7 @@ cdef void hush(Progress* self, Op* op) noexcept nogil:
     if not alive(self):
         return
     lock(self)
-    op.done.bell = 0
+    op.done.eventfd = 0
     unlock(self)
 
 
@@ -159,17 +159,17 @@ cdef class Direct:
     """One write or read of a thread's own.
 
     `request` is the transfer, once it was handed over. `unposted`: it ended at once, because the loop had closed the
-    connection, or had added a rail to it. `bells` holds unused eventfds, which all transfers of an engine share; the
+    connection, or had added a rail to it. `eventfds` holds unused eventfds, which all transfers of an engine share; the
     owner of the list frees them.
     """
 
     cdef Core core
-    cdef list bells
+    cdef list eventfds
     cdef readonly Request request
     cdef readonly bint unposted
 
-    def __init__(self, Core core not None, list bells not None):
-        self.core, self.bells = core, bells
+    def __init__(self, Core core not None, list eventfds not None):
+        self.core, self.eventfds = core, eventfds
 
     def post(self, type kind, local, remote, bint reads, imm) -> bool:
         """Start it, from any thread, and return True; return False, without any effect, if the loop has to start it.
@@ -184,7 +184,7 @@ cdef class Direct:
         cdef Request request
         cdef Core core = self.core
         if self.request is not None:
-            raise RuntimeError("a transfer is posted once")
+            raise RuntimeError("the transfer was already posted")
         if isinstance(local, PageSet) and isinstance(remote, PageSet):
             mine = <PageSet> local
             theirs = <PageSet> remote
@@ -260,21 +260,21 @@ cdef class Direct:
         """Wait until no NIC uses its memory any more; return False after `seconds`, or when a signal comes. Raises
         RuntimeError before `post`.
         """
-        cdef ThreadEventfd bell
+        cdef ThreadEventfd eventfd
         cdef Request request = self.request
         cdef uint64_t value, deadline
         cdef bint over
         if request is None:
-            raise RuntimeError("nothing was posted")
+            raise RuntimeError("the transfer was not posted yet: call post first")
         if self.over:
             return True
-        bell = take_bell(self.bells)
+        eventfd = take_eventfd(self.eventfds)
         deadline = clock_ns() + <uint64_t> (max(seconds, 0.0) * 1e9)
         with nogil:
-            over = wait_over(&self.core.engine, &request.op, bell.fd, deadline)
+            over = wait_over(&self.core.engine, &request.op, eventfd.fd, deadline)
             hush(&self.core.engine, &request.op)
-            read(bell.fd, &value, sizeof(value))
-        self.bells.append(bell)
+            read(eventfd.fd, &value, sizeof(value))
+        self.eventfds.append(eventfd)
         return over
 
     @property

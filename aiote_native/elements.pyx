@@ -33,8 +33,8 @@ cdef int refuse_mask(object obj) except -1:
     masked = sys.modules.get("numpy.ma")  # before its import there are no masked arrays
     if masked is not None and isinstance(obj, masked.MaskedArray):
         raise ValueError(
-            f"{type(obj).__qualname__} has a mask, which lies beside its elements; use what array.filled(value) "
-            "returns, or array.data"
+            f"{type(obj).__qualname__} has a mask, which lies outside its elements; use "
+            "array.filled(value), or array.data"
         )
     return 0
 
@@ -51,6 +51,6 @@ cpdef int check_elements(object obj, str format) except -1:
     if found:
         raise ValueError(
             f"{type(obj).__qualname__} of {getattr(obj, 'dtype', format)}: its elements are pointers, to Python "
-            "objects or to other memory, whose places a peer's bytes would take; use an array of numbers or bytes"
+            "objects or other memory, and a peer's bytes would overwrite them; use an array of numbers or bytes"
         )
     return 0

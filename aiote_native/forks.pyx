@@ -27,5 +27,5 @@ cdef uint64_t fork_epoch() noexcept nogil:
 cdef int check_process(uint64_t epoch) except -1:
     """Raise ForkError for an object that was made before a fork."""
     if epoch != forks:
-        raise ForkError("this engine belongs to the parent process: open one of its own after a fork")
+        raise ForkError("this engine belongs to the parent process: after a fork, open another one in the child")
     return 0

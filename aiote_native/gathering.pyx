@@ -85,7 +85,9 @@ def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uin
     cdef Op op
     cdef int i
     if len(remote) != count or not 1 <= max_sge <= MAX_SGE:
-        raise ValueError(f"{count} and {len(remote)} offsets, max_sge={max_sge} of at most {MAX_SGE}")
+        raise ValueError(
+            f"{count} local and {len(remote)} remote offsets, max_sge={max_sge}: expected as many of each and "
+            f"max_sge from 1 to {MAX_SGE}")
     memset(&channel, 0, sizeof(channel))
     memset(&op, 0, sizeof(op))
     channel.max_sge = max_sge

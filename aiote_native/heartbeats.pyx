@@ -38,24 +38,24 @@ cdef class Pulse:
     cdef PeerLink link
     cdef bint watched
     cdef readonly bint shared
-    cdef public bint attentive
+    cdef public bint every_check
 
     def __init__(self, double interval, double limit, send_every=None):
         """Begin. Raises ValueError unless both times are finite and 0 < `interval` < `limit`."""
         if not (isfinite(interval) and isfinite(limit) and 0 < interval < limit):
-            raise ValueError(f"0 < interval < limit expected, got interval {interval} and limit {limit}")
+            raise ValueError(f"expected 0 < interval < limit, in seconds, got interval {interval} and limit {limit}")
         self.interval = interval
         self.limit = limit
         self.send_every = interval if send_every is None else send_every
         self.now = self.sent_at = self.heard_at = self.grace_end = -INFINITY
 
-    def follow_link(self, PeerLink link, bint attentive=False) -> None:
+    def follow_link(self, PeerLink link, bint every_check=False) -> None:
         """Watch the work in flight over a link, and use its peer's page for heartbeats if that counts.
 
-        `attentive`: `check_pulses` returns this peer at every look, because its session wants that.
+        `every_check`: `check_pulses` returns this peer at every look, because its session wants that.
         """
         self.link = link
-        self.attentive = attentive
+        self.every_check = every_check
         for page, _slot in link.peer_wakeups:
             if (<PeerWakeup> page).page != NULL and aiote_beats(&(<PeerWakeup> page).page.beats) != 0:
                 self.page = page
@@ -147,7 +147,7 @@ def check_pulses(dict beats, double now, double early) -> tuple[list[object], fl
         before = pulse.now
         pulse.observe(now)
         pulse.check_count(before)
-        if pulse.attentive or pulse.now >= pulse.expiry() or pulse.has_work() or pulse.is_due_at(pulse.now, early):
+        if pulse.every_check or pulse.now >= pulse.expiry() or pulse.has_work() or pulse.is_due_at(pulse.now, early):
             wanted.append(beat)
         else:
             soonest = min(soonest, pulse.deadline(pulse.now))

@@ -79,7 +79,7 @@ cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* de
     cdef uint32_t i
     self.channel = channel
     self.desc = desc
-    self.held = True
+    self.awaits_peer = True
     for i in range(self.slots + CREDIT_SLOTS):
         self.receive[i].wr.channel = channel
     for i in range(self.transmit_slots):
@@ -89,7 +89,7 @@ cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* de
 
 cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
     """Send over the new channel, because the peer listens there now."""
-    self.held = False
+    self.awaits_peer = False
     mailbox_pump(state, self)
 
 

@@ -244,7 +244,7 @@ cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
         return
     if self.repost != NULL:
         post_receives(state, self)
-    if self.held:
+    if self.awaits_peer:
         return
     if self.resend != NULL:
         send_again(state, self)

@@ -109,7 +109,7 @@ def parse_address(bytes address) -> tuple[bytes, bytes]:
     """Return the secret and the name of a peer's socket. Raises ValueError for any other address."""
     secret, name = address[:SECRET_BYTES], address[SECRET_BYTES:]
     if len(secret) != SECRET_BYTES or len(name) != len(NAME) + 32 or not name.startswith(NAME):
-        raise ValueError("that is no address of a wake-up socket")
+        raise ValueError(f"{address!r} is not the address of a wake-up socket")
     return secret, name
 
 

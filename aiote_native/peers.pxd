@@ -13,7 +13,7 @@ cdef class PeerLink(ChannelSet):
     cdef public uint64_t unfinished
     cdef public uint64_t limit
     cdef public object on_room
-    cdef public bint roomy
+    cdef public bint is_room_due
     cdef readonly uint32_t message_limit
     cdef list peer_wakeups
     cdef list slots

@@ -13,7 +13,7 @@ class PeerLink(ChannelSet):
     unfinished: int
     limit: int
     on_room: Callable[[], object] | None
-    roomy: bool
+    is_room_due: bool
     message_limit: int
     leftover: list[bytes]
     @property

@@ -82,13 +82,14 @@ cdef class PeerLink(ChannelSet):
         cdef bint watched = False
         usable(self.engine)
         if number >= 0 and (number >= self.state.channel_count or self.state.channels[number].open):
-            raise RuntimeError(f"channel {number} is not shut")
+            raise RuntimeError(f"channel {number} cannot be opened again: it is not shut, or there is none")
         if self.closed or (number < 0 and self.state.channel_count >= MAX_CHANNELS):
             raise RuntimeError(f"the peer is closed or has {MAX_CHANNELS} channels already")
         if not 0 <= rail < MAX_RAILS or not 0 <= remote_rail < MAX_CHANNELS:
-            raise ValueError(f"no such rail: {rail} here, {remote_rail} there")
+            raise ValueError(
+                f"rail {rail} to the peer's {remote_rail}: expected at most {MAX_RAILS - 1} and {MAX_CHANNELS - 1}")
         if peer_slot >= WAKEUP_SLOTS or slot >= WAKEUP_SLOTS:
-            raise ValueError(f"no such wake-up slot: {slot} here, {peer_slot} there, a page has {WAKEUP_SLOTS}")
+            raise ValueError(f"wake-up slots {slot} and, of the peer, {peer_slot}: expected 0 to {WAKEUP_SLOTS - 1}")
         channel = new_channel(endpoint.depth, self.channels)
         channel.peer = &self.state
         channel.rail = rail
@@ -181,9 +182,10 @@ cdef class PeerLink(ChannelSet):
         cdef Mailbox* mailbox
         usable(self.engine)
         if self.state.channel_count == 0 or self.state.mailbox != NULL:
-            raise RuntimeError("a mailbox needs a channel, and there is one for a peer")
+            raise RuntimeError("the peer has no channel for a mailbox, or a mailbox already")
         if memory.length < mailbox_bytes(slots, peer_slots, slot_bytes):
-            raise ValueError("the pool's memory is too short")
+            raise ValueError(
+                f"the message pool has {memory.length} bytes, too few for {slots} and the peer's {peer_slots} messages")
         mailbox = mailbox_new(self.state.channels[0], slots, slot_bytes, peer_slots, <uint8_t*> memory.address,
                               memory.descs[self.state.channels[0].rail])
         self.mailbox_memory = memory
@@ -370,7 +372,7 @@ cdef object store(const void* data, size_t length, buffer):
     PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
     try:
         if <size_t> view.len < length:
-            raise ValueError(f"the message has {length} bytes, the buffer {view.len}")
+            raise ValueError(f"the message has {length} bytes, but the buffer only {view.len}")
         memcpy(view.buf, data, length)
     finally:
         PyBuffer_Release(&view)

@@ -23,7 +23,7 @@ cdef struct Row:
 
 cdef class Integers:
     cdef Py_buffer view
-    cdef bint held
+    cdef bint present
     cdef bint signed
     cdef uint64_t count
     cdef Py_ssize_t step

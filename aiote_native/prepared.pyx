@@ -45,10 +45,10 @@ cdef class Integers:
             refuse_mask(values)
             PyObject_GetBuffer(values, &self.view, PyBUF_FORMAT | PyBUF_STRIDES)
         except TypeError:
-            raise TypeError(f"{name}: an array of 64-bit integers is expected, got {type(values).__name__}") from None
+            raise TypeError(f"{name}: expected an array of 64-bit integers, got {type(values).__name__}") from None
         except ValueError as error:
             raise TypeError(f"{name}: {error}") from None
-        self.held = True
+        self.present = True
         kind = self.view.format
         # "<" is the native order on every machine that this runs on.
         if kind[0] in (c"@", c"=", c"<"):
@@ -56,20 +56,20 @@ cdef class Integers:
         self.signed = kind[0] in (c"l", c"q")
         if (self.view.ndim != 1 or self.view.itemsize != 8 or kind[0] == 0 or kind[1] != 0
                 or not (self.signed or kind[0] in (c"L", c"Q"))):
-            raise TypeError(f"{name}: one dimension of int64 or uint64 is expected, got {self.view.ndim} of format "
+            raise TypeError(f"{name}: expected one dimension of int64 or uint64, got {self.view.ndim} of format "
                             f"{(<bytes> self.view.format).decode()!r}")
         self.count = self.view.shape[0]
         # Arrays of ctypes leave the strides out even where the caller asks for them.
         self.step = self.view.strides[0] if self.view.strides != NULL else 8
 
     def __dealloc__(self):
-        if self.held:
+        if self.present:
             PyBuffer_Release(&self.view)
 
     cdef uint64_t at(self, uint64_t i) noexcept nogil:
         """Return a number. A number below 0 becomes larger than any bound."""
         cdef uint64_t value = 0
-        if self.held:
+        if self.present:
             memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.step, 8)
         return value
 
@@ -105,9 +105,9 @@ cdef class PreparedTargets:
         """
         cdef Row* row
         if self.count >= self.capacity:
-            raise ValueError(f"more than the {self.capacity} targets that were announced")
+            raise ValueError(f"the group was made for {self.capacity} targets, got another one")
         if (local is None) != (remote is None):
-            raise ValueError("a target has both memories or none")
+            raise ValueError("a target has one memory: expected both a local and a remote one, or neither")
         row = &self.rows[self.count]
         row.op.rail = row.op.pin = -1
         row.op.opcode = OP_WRITE
@@ -140,15 +140,15 @@ cdef class PreparedTargets:
         cdef Integers there = Integers("remote_offsets", remote_offsets)
         cdef Integers rows = Integers("to", to)
         cdef Integers imms = Integers("imm", immediates)
-        cdef uint64_t count = rows.count if rows.held else self.count
+        cdef uint64_t count = rows.count if rows.present else self.count
         cdef TargetRun run = TargetRun.__new__(TargetRun)
         cdef int64_t bad
         cdef Integers given
         for given in (length, here, there, imms):
-            if (given.held or given is length) and given.count != count:
-                raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
+            if (given.present or given is length) and given.count != count:
+                raise ValueError(f"{given.name} has {given.count} numbers: expected one for each of {count} targets")
         run.allocate(self, count, 0)
-        run.numbered = imms.held
+        run.numbered = imms.present
         bad = fill_writes(self, run, length, here, there, rows, imms)
         if bad >= 0:
             raise ValueError(self.write_fault(length, here, there, rows, imms, bad))
@@ -157,10 +157,10 @@ cdef class PreparedTargets:
     cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, Integers imms,
                             uint64_t i):
         """Say what is wrong with write `i`."""
-        cdef uint64_t at = to.at(i) if to.held else i
+        cdef uint64_t at = to.at(i) if to.present else i
         if at >= self.count:
-            return f"to[{i}] is {to.value(i)}, and there are {self.count} targets"
-        if imms.held and imms.at(i) >> IMMEDIATE_BITS:
+            return f"to[{i}] is {to.value(i)}, expected a target from 0 to {self.count - 1}"
+        if imms.present and imms.at(i) >> IMMEDIATE_BITS:
             return f"imm[{i}] is {imms.value(i)}, expected from 0 to 2**{IMMEDIATE_BITS} - 1"
         sides = (("local", here, self.rows[at].local_bytes), ("remote", there, self.rows[at].remote_bytes))
         for side, offset, limit in sides:
@@ -181,15 +181,15 @@ cdef class PreparedTargets:
         cdef TargetRun run = TargetRun.__new__(TargetRun)
         cdef uint64_t total, i
         cdef int64_t bad
-        if not here.held or not there.held or here.count != there.count:
-            raise ValueError(f"{here.count} local pages, but {there.count} remote pages; page i goes to page i")
-        if (shares.count if shares.held else 1) != self.count:
-            raise ValueError(f"{shares.count} counts for {self.count} targets")
-        total = here.count if not shares.held else 0
+        if not here.present or not there.present or here.count != there.count:
+            raise ValueError(f"{here.count} local pages, but {there.count} remote pages: expected as many of each")
+        if (shares.count if shares.present else 1) != self.count:
+            raise ValueError(f"{shares.count} counts: expected one for each of {self.count} targets")
+        total = here.count if not shares.present else 0
         for i in range(shares.count):
             total = shared(total, shares.at(i))
         if total != here.count:
-            raise ValueError(f"the counts are of other than the {here.count} pages that were given")
+            raise ValueError(f"the sum of the counts is not {here.count}, the number of pages")
         run.allocate(self, self.count, here.count)
         with nogil:
             bad = fill_pages(self, run, here, there, shares)
@@ -199,7 +199,7 @@ cdef class PreparedTargets:
 
     cdef object page_fault(self, Integers here, Integers there, Integers shares, uint64_t i):
         """Say what is wrong with page `i`."""
-        cdef uint64_t at = 0, end = shares.at(0) if shares.held else here.count
+        cdef uint64_t at = 0, end = shares.at(0) if shares.present else here.count
         while end <= i and at + 1 < self.count:
             at += 1
             end += shares.at(at)
@@ -207,8 +207,8 @@ cdef class PreparedTargets:
         for side, given, limit in sides:
             number = (<Integers> given).value(i)
             if not 0 <= number < limit:
-                return f"{side} page {i} is {number}, and target {at} has pages 0 to {limit - 1}" if limit else \
-                    f"{side} page {i} is {number}, and target {at} has no room for a page"
+                return f"{side} page {i} is {number}, expected 0 to {limit - 1} in target {at}" if limit else \
+                    f"{side} page {i} is {number}, but target {at} is too short for a page"
         return f"page {i} changed while it was read"
 
 
@@ -227,7 +227,7 @@ cdef uint64_t shared(uint64_t total, uint64_t count) noexcept nogil:
 cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil:
     """Make a write count on number `i`, if there are numbers; return False if that is no immediate."""
     cdef uint64_t imm = imms.at(i)
-    op.counted = imms.held
+    op.counted = imms.present
     op.imm = <uint32_t> imm
     return not imm >> IMMEDIATE_BITS
 
@@ -239,7 +239,7 @@ cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers lengt
     cdef const Row* row
     cdef Op* op
     for i in range(run.count):
-        at = to.at(i) if to.held else i
+        at = to.at(i) if to.present else i
         if at >= prepared.count:
             return i
         row = &prepared.rows[at]
@@ -271,7 +271,7 @@ cdef int64_t fill_pages(PreparedTargets prepared, TargetRun run, Integers here, 
     run.count = 0
     for at in range(prepared.count):
         row = &prepared.rows[at]
-        end = page + shares.at(at) if shares.held else here.count
+        end = page + shares.at(at) if shares.present else here.count
         if end <= page or end > here.count:
             continue
         op = &run.ops[run.count]
@@ -298,7 +298,7 @@ cdef class TargetRun(TargetOps):
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1:
         # An array without strides of its own may have any length. The size that malloc is given stays below 2 ** 63.
         if count > 0xFFFFFFFF or pages >= MOST_PAGES:
-            raise ValueError(f"{count} targets and {pages} pages are too many for one request")
+            raise ValueError(f"{count} targets and {pages} pages are too many for one request: make several requests")
         self.prepared = prepared
         # One piece of memory: the ops, the page numbers of both sides, and the number of each op's target.
         self.ops = <Op*> malloc(count * (sizeof(Op) + sizeof(uint32_t)) + 2 * pages * sizeof(int64_t) + 1)
@@ -369,7 +369,7 @@ cdef class TargetRun(TargetOps):
         cdef Core core = self.prepared.core
         cdef Request request
         if self.started:
-            raise RuntimeError("a run is started once")
+            raise RuntimeError("the run was already started")
         if core.closing or core.on_submit is None or not alive(&core.engine) or not self.is_open(admitted):
             return None
         if not admitted and not core.is_at_home():

@@ -48,7 +48,7 @@ cdef struct ProxyState:
 
 cdef class FlagWord:
     cdef Py_buffer view
-    cdef bint held
+    cdef bint acquired
 
 cdef class Proxy:
     cdef Core core

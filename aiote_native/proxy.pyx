@@ -71,13 +71,15 @@ cdef class FlagWord:
         try:
             PyObject_GetBuffer(word, &self.view, PyBUF_SIMPLE | PyBUF_FORMAT)
         except TypeError:
-            raise TypeError(f"flag: one uint32 in memory is expected, got {type(word).__name__}") from None
-        self.held = True
+            raise TypeError(f"flag: expected one uint32 in memory, got {type(word).__name__}") from None
+        self.acquired = True
         if self.view.len != 4 or self.view.itemsize != 4 or <uint64_t> self.view.buf % 4:
-            raise TypeError(f"flag: one uint32 is expected, got {self.view.len} bytes in items of {self.view.itemsize}")
+            raise TypeError(
+                f"flag: expected one uint32 at a multiple of 4 bytes, got {self.view.len} bytes in items of "
+                f"{self.view.itemsize}")
 
     def __dealloc__(self):
-        if self.held:
+        if self.acquired:
             PyBuffer_Release(&self.view)
 
 
@@ -124,7 +126,7 @@ cdef class ArmedRun(TargetRun):
 
 cdef Numbers numbers_of(Integers values):
     cdef Numbers numbers
-    numbers.first = <const char*> values.view.buf if values.held else NULL
+    numbers.first = <const char*> values.view.buf if values.present else NULL
     numbers.step = values.step
     return numbers
 
@@ -140,21 +142,21 @@ def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_
     cdef ArmedRun run = ArmedRun.__new__(ArmedRun)
     cdef Integers rows = Integers("to", to)
     cdef Integers imms = Integers("imm", immediates)
-    cdef uint64_t i, at, count = rows.count if rows.held else prepared.count
+    cdef uint64_t i, at, count = rows.count if rows.present else prepared.count
     cdef FlagWord word = FlagWord(flag)
     run.lengths = Integers("lengths", lengths)
     run.here = Integers("local_offsets", local_offsets)
     run.there = Integers("remote_offsets", remote_offsets)
     cdef Integers given
     for given in (run.lengths, run.here, run.there, imms):
-        if (given.held or given is run.lengths) and given.count != count:
-            raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
-        if given.held and given is not imms and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
-            raise ValueError(f"{given.name}: numbers that another thread writes must lie at multiples of 8")
+        if (given.present or given is run.lengths) and given.count != count:
+            raise ValueError(f"{given.name} has {given.count} numbers: expected one for each of {count} targets")
+        if given.present and given is not imms and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
+            raise ValueError(f"{given.name}: expected numbers at multiples of 8, because another thread writes them")
     run.allocate(prepared, count, 0)
-    run.numbered = imms.held
+    run.numbered = imms.present
     for i in range(count):
-        at = rows.at(i) if rows.held else i
+        at = rows.at(i) if rows.present else i
         if at >= prepared.count or imms.at(i) >> IMMEDIATE_BITS:
             raise ValueError(prepared.write_fault(run.lengths, run.here, run.there, rows, imms, i))
         memcpy(&run.ops[i], &prepared.rows[at].op, sizeof(Op))

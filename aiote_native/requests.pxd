@@ -28,7 +28,7 @@ cdef class Request(Operation):
     cdef public bint refused
     cdef readonly object targets
     cdef PeerLink link
-    cdef Flight held
+    cdef Flight lease_flight
     cdef Flight flight
     cdef void leave(self)
     cdef int land(self) except -1

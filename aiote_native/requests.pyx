@@ -40,8 +40,8 @@ cdef enum:
 cdef int leave_link(PeerLink link) except -1:
     """Count one unfinished request less. A link that is not ready is called, once for all that ended together."""
     link.unfinished -= 1
-    if not link.ready and not link.roomy:
-        link.roomy = True
+    if not link.ready and not link.is_room_due:
+        link.is_room_due = True
         (<Core> link.core).rooms.append(link)
     return 0
 
@@ -94,7 +94,7 @@ cdef class PageSet:
         """Set which pages they are, once. Return the position of the first one that leaves the slice, -1 for none."""
         cdef int64_t bad
         if self.index is not None:
-            raise RuntimeError("the pages are known already")
+            raise RuntimeError("the page set is already filled")
         bad = index.first_outside(page_bytes, stride, offset, region.nbytes)
         if bad < 0:
             self.fill(region, index, page_bytes, stride, offset)
@@ -171,12 +171,12 @@ cdef class Request(Operation):
         self.link = link
         link.unfinished += 1
 
-    def hold(self, Flight held not None) -> None:
+    def hold(self, Flight flight not None) -> None:
         """Enter the flight of its lease, until it is over."""
-        if self.held is not None:
-            self.held.drop(self)
-        self.held = held
-        held.enter(self)
+        if self.lease_flight is not None:
+            self.lease_flight.drop(self)
+        self.lease_flight = flight
+        flight.enter(self)
 
     def join(self, Flight flight not None) -> None:
         """Enter a flight until it is over, which it may be already."""
@@ -188,11 +188,11 @@ cdef class Request(Operation):
     cdef int land(self) except -1:
         """Leave its flights."""
         cdef bint failed = self.refused or self.op.status != 0 or self.op.cancelled
-        cdef Flight held = self.held
+        cdef Flight lease_flight = self.lease_flight
         cdef Flight flight = self.flight
-        self.held = self.flight = None
-        if held is not None:
-            held.leave(self, failed, self.op.total)
+        self.lease_flight = self.flight = None
+        if lease_flight is not None:
+            lease_flight.leave(self, failed, self.op.total)
         if flight is not None:
             flight.leave(self, failed, self.op.total)
         return 0
@@ -257,7 +257,7 @@ cdef class Awaiting:
         if request.refused or request.op.status != 0:
             request.raise_failure()
         if not (request.is_over or request.refused):
-            raise RuntimeError("the await of a transfer was resumed before that was over: this loop drives it wrongly")
+            raise RuntimeError("the event loop resumed the await of a transfer before its end, a mistake of the loop")
         raise StopIteration
 
     def send(self, value):
@@ -321,7 +321,8 @@ cdef bint is_open_to(Core core, LocalSlice here, RemoteSlice there):
         return False
     if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
         return False
-    return not there.memory.lease or (there.memory.held is not None and not (<Flight?> there.memory.held).shut)
+    cdef object flight = there.memory.lease_flight
+    return not there.memory.lease or (flight is not None and not (<Flight?> flight).shut)
 
 
 cdef bint is_ready(LocalSlice here, stream):
@@ -361,7 +362,7 @@ cdef int hold_lease(RemoteMemory memory, Request request) except -1:
     """Count a started request as one through its memory's lease, if the memory belongs to one."""
     if memory.lease:
         request.lease = memory.lease
-        request.hold(memory.held)
+        request.hold(memory.lease_flight)
     return 0
 
 

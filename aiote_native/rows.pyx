@@ -23,7 +23,7 @@ cdef class CountRow:
         cdef uint64_t need
         usable(&core.engine)
         if self.handles is not None:
-            raise RuntimeError("a row is opened once")
+            raise RuntimeError("the row was already opened")
         self.handles = []
         self.waits = []
         try:

@@ -55,9 +55,9 @@ cdef class ScatterTargets(TargetOps):
         """
         cdef Op* op
         if self.count >= self.capacity:
-            raise ValueError(f"more than the {self.capacity} targets that were announced")
+            raise ValueError(f"the request was made for {self.capacity} targets, got another one")
         if length and (local is None or remote is None):
-            raise ValueError(f"{length} bytes need both a local and a remote memory: only nothing goes without")
+            raise ValueError(f"{length} bytes need both a local and a remote memory: only an empty write needs none")
         op = &self.ops[self.count]
         op.rail = op.pin = -1
         op.opcode = OP_WRITE
@@ -104,7 +104,7 @@ def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> 
     cdef uint32_t i
     usable(&core.engine)
     if request.submitted:
-        raise RuntimeError("an operation is submitted once")
+        raise RuntimeError("the operation was already submitted")
     for i in range(targets.count):
         link = targets.links[i]
         op = &targets.ops[i]

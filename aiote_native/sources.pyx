@@ -36,7 +36,7 @@ cdef class SourceRange:
         if self.engine == NULL or link.closed or not alive(self.engine):
             return
         if link.engine != self.engine:
-            raise ValueError("a peer of another engine")
+            raise ValueError("the peer belongs to another engine")
         with nogil:
             lock(self.engine)
             added = add_peer(&self.range, &link.state)

@@ -39,7 +39,7 @@ cdef class Order:
         """
         cdef int code
         if self.hold.count == HELD_MOST:
-            raise ValueError(f"one transfer waits for at most {HELD_MOST} devices")
+            raise ValueError(f"the transfer waits for more than {HELD_MOST} devices, which is the limit")
         code = pool.record(stream, &self.hold.points[self.hold.count])
         if code:
             self.hold.error = code

@@ -209,7 +209,7 @@ cdef struct Channel:
 
 # The first member of every structure whose end has to be told to Python.
 cdef struct Done:
-    int bell  # the eventfd of a thread that waits for it (direct.pyx), plus 1; 0: none
+    int eventfd  # the eventfd of a thread that waits for it (direct.pyx), plus 1; 0: none
     Done* next
     PyObject* owner
 
@@ -352,7 +352,7 @@ cdef struct Mailbox:
     uint64_t* seen       # seen[n % slots] is n when message n has come
     Slot* unsure         # messages that were sent and are not known to have arrived
     Slot* resend
-    bint held            # the mailbox has a new channel, and the peer has not said yet that it has it, too
+    bint awaits_peer     # the mailbox has a new channel, and the peer has not said yet that it has it, too
     Op* head
     Op* tail
 

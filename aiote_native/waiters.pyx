@@ -30,7 +30,7 @@ cdef class NativeWaiter:
         if self.is_cancelled:
             raise self.cancelled_error() if self.message is None else self.cancelled_error(self.message)
         if not self.is_done:
-            raise RuntimeError("nothing has woken it yet")
+            raise RuntimeError("the waiter was not woken yet")
 
     def add_done_callback(self, callback, *, context=None) -> None:
         """Call `callback`, a task's wake-up, when this is over. Usually there is one, but any number may be added."""
@@ -45,7 +45,7 @@ cdef class NativeWaiter:
     def set_result(self, value) -> None:
         """Wake the task in the loop's next turn."""
         if self.is_done:
-            raise RuntimeError("it was woken before")
+            raise RuntimeError("the waiter was already woken")
         self.is_done = True
         self.resolve()
 

@@ -62,9 +62,9 @@ cdef class CounterHandle:
         if self.counter == NULL:
             raise RuntimeError("the counter is closed")
         if n > <uint64_t> MAX_COUNTS:
-            raise ValueError(f"a wait for {n} counts is over the limit of 2**40")
+            raise ValueError(f"a wait for {n} counts: expected at most 2**40")
         if waiting.handle is not None:
-            raise RuntimeError("a wait is queued once")
+            raise RuntimeError("the wait was already queued")
         waiting.handle = self
         Py_INCREF(waiting)
         with nogil:
@@ -175,7 +175,7 @@ cdef class CounterWait(Waitable):
 cdef int start_watch(object core, Progress* engine, ValueWatch watch, object old) except -1:
     usable(engine)
     if watch.engine != NULL:
-        raise RuntimeError("a watch is started once")
+        raise RuntimeError("the watch was already started")
     watch.core = core
     watch.engine = engine
     watch.watched.old = old
@@ -200,9 +200,9 @@ cdef class ValueWatch(Waitable):
     def __init__(self, AcquiredBuffer buffer):
         """Keep the value's buffer. Raises ValueError for other widths and for an address that is not aligned."""
         if buffer.nbytes not in (1, 2, 4, 8):
-            raise ValueError(f"a watched value has 1, 2, 4 or 8 bytes, this has {buffer.nbytes}")
+            raise ValueError(f"a watched value has {buffer.nbytes} bytes, expected 1, 2, 4 or 8")
         if buffer.address % buffer.nbytes:
-            raise ValueError("a watched value must be aligned to its size")
+            raise ValueError("the watched value is not aligned to its size: place it at a multiple of its length")
         self.buffer = buffer
         self.watched.address = <const void*> buffer.address
         self.watched.width = <int> buffer.nbytes

@@ -31,7 +31,7 @@ cdef class LocalMemory:
 cdef class RemoteMemory:
     cdef public object link
     cdef readonly uint64_t lease
-    cdef public object held
+    cdef public object lease_flight
     cdef uint64_t bases[MAX_CHANNELS]
     cdef uint64_t keys[MAX_CHANNELS]
     cdef readonly int rails

@@ -45,7 +45,7 @@ class LocalMemory:
 class RemoteMemory:
     link: Any
     lease: int
-    held: Any
+    lease_flight: Any
     rails: int
     length: int
     writable: bool

@@ -99,7 +99,7 @@ cdef class LocalMemory:
         if self.buffer is not None:
             raise RuntimeError("the memory is registered already")
         if len(devices) > MAX_RAILS:
-            raise ValueError(f"{len(devices)} rails, but an engine drives at most {MAX_RAILS}")
+            raise ValueError(f"the memory has {len(devices)} rails, but an engine drives at most {MAX_RAILS}")
         self.buffer = buffer
         self.address = buffer.address
         self.length = buffer.nbytes
@@ -163,14 +163,14 @@ cdef class LocalMemory:
 
 
 cdef class RemoteMemory:
-    """A peer's memory: a key and an address for each of its rails. If it belongs to a lease, `held` is the flight of
-    the requests through that lease.
+    """A peer's memory: a key and an address for each of its rails. `lease_flight` is the flight of the requests
+    through its lease, if it belongs to one.
     """
 
     def __init__(self, uint64_t length, bint writable, keys, uint64_t lease=0, bint readable=True):
         cdef int rail = 0
         if len(keys) > MAX_CHANNELS:
-            raise ValueError(f"{len(keys)} keys, but a peer has at most {MAX_CHANNELS} rails")
+            raise ValueError(f"the remote memory has {len(keys)} keys, but a peer has at most {MAX_CHANNELS} rails")
         self.length = length
         self.writable = writable
         self.readable = readable
@@ -191,7 +191,7 @@ cdef class PageIndex:
     def __init__(self, indices):
         cdef uint64_t i = 0
         if self.values != NULL:
-            raise RuntimeError("the index is filled already")
+            raise RuntimeError("the page index is already filled")
         refuse_mask(indices)
         if PyObject_CheckBuffer(indices) and self.copy_buffer(indices):
             self.find_bounds()
@@ -319,7 +319,7 @@ cdef class Operation(Waitable):
     def prefer(self, int rail) -> None:
         """Use this rail only, for as long as it is there. Raises RuntimeError once the transfer was submitted."""
         if self.submitted:
-            raise RuntimeError("an operation is submitted once")
+            raise RuntimeError("the operation was already submitted")
         self.op.pin = rail
 
     @property
@@ -338,7 +338,7 @@ cdef class Operation(Waitable):
     cdef int take(self, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
                   uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1:
         if self.submitted:
-            raise RuntimeError("an operation is submitted once")
+            raise RuntimeError("the operation was already submitted")
         fill(&self.op, local, local_offset, remote, remote_offset, local_extent, remote_extent, into_local)
         self.local = local
         self.remote = remote

@@ -54,7 +54,7 @@ class ControlConnection:
         self._changed = Signal(loop)
         self._unsent = bytearray()
         self._ended = False
-        self._deaf = False
+        self._stopped_reading = False
         self._farewell = False
         self._hung_up = False
         self._tasks: list[LoopTask] = []
@@ -107,7 +107,7 @@ class ControlConnection:
         A peer says Bye when its endpoints are closed. A `Failed` says nothing about them.
         """
         with anyio.move_on_after(self.linger, shield=True):
-            while not self._farewell and not self._deaf:
+            while not self._farewell and not self._stopped_reading:
                 await self._changed.wait()
         return self._farewell
 
@@ -121,7 +121,7 @@ class ControlConnection:
                     for task in self._tasks[1:]:
                         await task.join()
                 with anyio.move_on_after(self.linger):
-                    while self.linger and not self._deaf:
+                    while self.linger and not self._stopped_reading:
                         await self._changed.wait()
                 for task in self._tasks:
                     task.cancel()
@@ -157,7 +157,7 @@ class ControlConnection:
             self._hung_up = isinstance(error.__cause__ or error, ConnectionResetError)
             self.end(f"the connection broke: {describe(error)}")
         finally:
-            self._deaf = True
+            self._stopped_reading = True
             self._changed.set()
 
     def _emit(self, events: Iterable[Event]) -> None:

@@ -44,21 +44,21 @@ class JsonLines:
     def __init__(self, name: str, stream: IO[bytes] | socket.socket) -> None:
         self.name = name
         self._fd = stream.fileno()
-        self._held = b""
+        self._unread = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fd, selectors.EVENT_READ)
 
     def next(self, patience: float) -> dict[str, Any]:
         """Return the next answer. Raises BenchError for an error, a timeout, and the end of the stream."""
         deadline = time.monotonic() + patience
-        while b"\n" not in self._held:
+        while b"\n" not in self._unread:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
                 raise BenchError(f"{self.name}: no answer within {patience:.0f} s")
             data = os.read(self._fd, 65536)
             if not data:
                 raise BenchError(f"{self.name}: ended without an answer")
-            self._held += data
-        line, self._held = self._held.split(b"\n", 1)
+            self._unread += data
+        line, self._unread = self._unread.split(b"\n", 1)
         try:
             answer = json.loads(line)
         except ValueError:

@@ -57,7 +57,7 @@ os.register_at_fork(after_in_child=_in_child)
 def _let_go_dropped(thread: EngineThread, held: SharedRegistration) -> None:
     # A stopping engine closes all its registrations by itself.
     if not thread.stopping:
-        Call(thread, None, thread.memory.let_go(held), firm=True).start()
+        Call(thread, None, thread.memory.let_go(held), uncancellable=True).start()
 
 
 @atexit.register
@@ -149,7 +149,7 @@ class Bridge:
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        self._held: dict[int, SharedRegistration] = {}
+        self._shared: dict[int, SharedRegistration] = {}
         self._numbers = itertools.count()
         self._closing: Promise[None] | None = None
         with _lock:
@@ -314,7 +314,7 @@ class Bridge:
     async def _register(self, source: MemorySource) -> Registration:
         held = await self._thread.memory.hold(source)
         number = next(self._numbers)
-        self._held[number] = held
+        self._shared[number] = held
         try:
             return Registration(self, number, held, held.region[source.bytes])
         except BaseException:
@@ -327,19 +327,19 @@ class Bridge:
             Call(self._thread, self, self._let_go(call.result().number)).start()
 
     async def _let_go(self, number: int) -> None:
-        held = self._held.pop(number, None)
+        held = self._shared.pop(number, None)
         if held is not None:
             await self._thread.memory.let_go(held)
 
     def require_held(self, number: int) -> None:
         """Raise ClosedError if a registration is closed, and UsageError in a forked child process."""
         self._thread.require_parent()
-        if number not in self._held:
+        if number not in self._shared:
             raise ClosedError("the registration is closed: register the memory again")
 
     def holds(self, number: int) -> bool:
         """Tell whether a registration is open."""
-        return number in self._held and not (self.closed or self._thread.inherited)
+        return number in self._shared and not (self.closed or self._thread.inherited)
 
     def close_registration(self, number: int) -> None:
         """Close a registration and wait in this thread until that is done."""
@@ -357,7 +357,7 @@ class Bridge:
         """Begin to close a dropped registration, from any thread, and warn about it."""
         if not self.holds(number):
             return
-        held = self._held.pop(number, None)
+        held = self._shared.pop(number, None)
         # A garbage collection may run anywhere, even where the bridge's locks are held, so the loop closes the
         # registration. The callback has no reference to the bridge, which may be dropped as well.
         if held is not None:
@@ -416,7 +416,7 @@ class Bridge:
     def _closing_call(self) -> Call[None]:
         with _lock:
             if self._closing is None:
-                self._closing = Call(self._thread, None, self._close(), firm=True)
+                self._closing = Call(self._thread, None, self._close(), uncancellable=True)
             return cast("Call[None]", self._closing)
 
     def __del__(self) -> None:
@@ -439,7 +439,7 @@ class Bridge:
 
     async def _close(self) -> None:
         await self._thread.end_calls(self)
-        for number in tuple(self._held):
+        for number in tuple(self._shared):
             await self._let_go(number)
         _release(self._thread)
 

@@ -64,12 +64,12 @@ class Call(Promise[T]):
         work: Coroutine[Any, Any, T],
         timeout: float | None = None,
         *,
-        firm: bool = False,
+        uncancellable: bool = False,
     ) -> None:
-        """Prepare the call without starting it. `cancel` and interruptions do not cancel a `firm` call."""
+        """Prepare the call without starting it. `cancel` and interruptions do not cancel an `uncancellable` call."""
         super().__init__()
         self.owner = owner
-        self._host, self._work, self._timeout, self._firm = host, work, timeout, firm
+        self._host, self._work, self._timeout, self._uncancellable = host, work, timeout, uncancellable
         self._task: asyncio.Task[tuple[T | None, BaseException | None]] | None = None
         self._started = self._asked = False
         self._reason: Exception | None = None
@@ -82,14 +82,14 @@ class Call(Promise[T]):
             self._started = True
 
     def cancel(self) -> bool:
-        """Ask the task to end; return False if the call is done or firm. It may still succeed, as asyncio tasks may."""
-        if self.done() or self._firm:
+        """Ask the task to end; return False if the call is done or uncancellable. The call may still succeed."""
+        if self.done() or self._uncancellable:
             return False
         self.stop(None)
         return True
 
     def stop(self, reason: Exception | None) -> None:
-        """Cancel the call, firm or not. If that ends the call, its error is `reason`, or a cancellation without one."""
+        """Cancel even an uncancellable call. If that ends it, its error is `reason`, or a cancellation without one."""
         # A closed loop has ended every call.
         with suppress(RuntimeError):
             self._host.loop.call_soon_threadsafe(self._stop, reason)
@@ -149,10 +149,10 @@ class Call(Promise[T]):
             raise wait_refused()
 
     def _interrupted(self) -> None:
-        """Cancel the call, because the wait for it was interrupted. A firm call continues; start it if it has not
-        begun.
+        """Cancel the call, because the wait for it was interrupted. An uncancellable call continues; start it if it
+        has not begun.
         """
-        if self._firm:
+        if self._uncancellable:
             self.start()
         else:
             self.cancel()

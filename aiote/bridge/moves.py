@@ -31,12 +31,12 @@ CHECK_S = 0.001
 
 
 class ThreadTransfer:
-    """One transfer of a thread. `fallback` returns a coroutine that does the same transfer on the loop."""
+    """One transfer of a thread. `on_loop` returns a coroutine that does the same transfer on the loop."""
 
-    def __init__(self, bridge: Bridge, thread: EngineThread, fallback: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, bridge: Bridge, thread: EngineThread, on_loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.owner = bridge
-        self._thread, self._fallback = thread, fallback
-        self._direct = Direct(thread.core, thread.bells)
+        self._thread, self._on_loop = thread, on_loop
+        self._direct = Direct(thread.core, thread.eventfds)
         self._cancelled = False
 
     def run(self, local: Any, remote: Any, *, reads: bool, imm: int | None, timeout: float | None) -> None:
@@ -52,7 +52,7 @@ class ThreadTransfer:
             # cancels it, or it began earlier, and `require_open` raises.
             self.owner.require_open()
             if not self._direct.post(Transfer, local, remote, reads, imm) or self._direct.unposted:
-                self.owner.call(self._fallback(), timeout)
+                self.owner.call(self._on_loop(), timeout)
                 return
             if self._cancelled:
                 raise make_closed_error()
@@ -74,7 +74,7 @@ class ThreadTransfer:
         while not over:
             try:
                 # If the engine is stopping, it refuses this call and ends the transfer itself.
-                Call(self._thread, None, drain_transfer(transfer), firm=True).wait_ended()
+                Call(self._thread, None, drain_transfer(transfer), uncancellable=True).wait_ended()
                 over = self._direct.wait(LOOK_S)
             except BaseException as error:
                 interruption = error
@@ -86,7 +86,7 @@ class ThreadTransfer:
         transfer = self._direct.request
         assert isinstance(transfer, Transfer)
         try:
-            Call(self._thread, None, await_transfer(transfer), firm=True).wait()
+            Call(self._thread, None, await_transfer(transfer), uncancellable=True).wait()
         except AioteError:
             self.owner.require_open()
             raise

@@ -97,13 +97,13 @@ class EngineRegistrations:
     def __init__(self, engine: aiote.Engine, kept_bytes: int) -> None:
         self._engine = engine
         self._table = Registrations(kept_bytes, MAX_KEPT)
-        self._making: dict[Key, asyncio.Event] = {}
+        self._registering: dict[Key, asyncio.Event] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def hold(self, source: MemorySource) -> SharedRegistration:
         """Register some memory, or share its registration. Raises what `Engine.register_async` raises."""
         while True:
-            while (making := self._making.get(source.key)) is not None:
+            while (making := self._registering.get(source.key)) is not None:
                 await making.wait()
             held = self._table.hold(source.key)
             if held is None:
@@ -114,11 +114,11 @@ class EngineRegistrations:
             await self.let_go(held)
 
     async def _make(self, source: MemorySource) -> SharedRegistration:
-        made = self._making[source.key] = asyncio.Event()
+        made = self._registering[source.key] = asyncio.Event()
         try:
             region = await self._engine.register_async(source.whole, source.access)
         finally:
-            del self._making[source.key]
+            del self._registering[source.key]
             made.set()
         return self._table.add(source.key, region, source.storage)
 
@@ -157,10 +157,10 @@ class Registration:
     it is closed, with a ResourceWarning.
     """
 
-    def __init__(self, bridge: Bridge, number: int, held: SharedRegistration, region: aiote.Region) -> None:
-        self._bridge, self.number, self.held = bridge, number, held
+    def __init__(self, bridge: Bridge, number: int, shared: SharedRegistration, region: aiote.Region) -> None:
+        self._bridge, self.number, self.shared = bridge, number, shared
         self._region = region
-        self._descriptor = region.descriptor if held.key[3] != "local" else b""
+        self._descriptor = region.descriptor if shared.key[3] != "local" else b""
 
     @property
     def region(self) -> aiote.Region:

@@ -60,7 +60,7 @@ class EngineThread:
         self.memory: EngineRegistrations
         self.core: Core
         self.transfers: set[ThreadTransfer] = set()
-        self.bells: list[Any] = []
+        self.eventfds: list[Any] = []
         self.loop = new_loop()
         self._previous = previous
         # Reentrant, because a signal handler may call this object while its thread holds the lock.
@@ -172,7 +172,7 @@ class EngineThread:
             self.stop()
             for call in self.calls_of():
                 call.end(make_closed_error())
-            self.bells.clear()
+            self.eventfds.clear()
             self.ended.settle(None)
 
     async def _live(self) -> None:

@@ -155,7 +155,7 @@ class Outgoing:
         self._written: dict[int, int] = {}
         self._ended: UpdateEnd | None = None
         self._feeds = 0
-        self._came: list[str] = []
+        self._joined: list[str] = []
         self._begun = False
         self._complete: list[str] = []
         self._scopes: set[anyio.CancelScope] = set()
@@ -227,14 +227,14 @@ class Outgoing:
             await self._changed.wait()
         timeout = self.engine.config.connect_timeout
         with anyio.move_on_after(timeout):
-            while len(self._came) < self.receivers:
+            while len(self._joined) < self.receivers:
                 await self._changed.wait()
-        if len(self._came) < self.receivers:
-            who = f": {', '.join(self._came)}" if self._came else ""
-            absent = [address for address in self._addresses if address not in self._came]
+        if len(self._joined) < self.receivers:
+            who = f": {', '.join(self._joined)}" if self._joined else ""
+            absent = [address for address in self._addresses if address not in self._joined]
             late = f"; not {', '.join(absent)}" if absent else ""
             self.fail(
-                f"{len(self._came)} of {self.receivers} receivers asked for update {self.update} within "
+                f"{len(self._joined)} of {self.receivers} receivers asked for update {self.update} within "
                 f"connect_timeout, {timeout} s{who}{late}"
             )
 
@@ -267,11 +267,11 @@ class Outgoing:
     async def feed(self, offer: ReceiverSlots, peer: aiote.Peer) -> AsyncIterator[Begun | Bucket | UpdateEnd]:
         """Write all buckets into a receiver's slots; yield the items of its call. Raises BroadcastError."""
         address = str(peer.address)
-        if len(self._came) == self.receivers:
+        if len(self._joined) == self.receivers:
             raise BroadcastError(
-                f"update {self.update} has all of its {self.receivers} receivers: {', '.join(self._came)}"
+                f"update {self.update} has all of its {self.receivers} receivers: {', '.join(self._joined)}"
             )
-        self._came.append(address)
+        self._joined.append(address)
         self._feeds += 1
         self._changed.wake_all()
         complete, reason = False, DECLINED
@@ -362,7 +362,7 @@ class IncomingUpdate:
         self._number = 0
         self._holds = self._closed = self._declined = self._over = False
         self._scope: anyio.CancelScope | None = None
-        self._left = LazySignal()
+        self._receiver_left = LazySignal()
 
     def place(self, number: int) -> int:
         """Return the offset of a bucket in the slots' memory."""
@@ -379,7 +379,7 @@ class IncomingUpdate:
                     return await self._next()
                 finally:
                     self._scope = None
-                    self._left.wake_all()
+                    self._receiver_left.wake_all()
         raise BroadcastError(f"update {self.update} was ended at this receiver")
 
     async def _next(self) -> Bucket | None:
@@ -446,7 +446,7 @@ class IncomingUpdate:
 
     async def _next_ended(self) -> None:
         while self._scope is not None:
-            await self._left.wait()
+            await self._receiver_left.wait()
 
     async def _begin(self) -> None:
         """Send the requests to all senders concurrently, because each sender waits for all its receivers."""

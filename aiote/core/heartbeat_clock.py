@@ -38,7 +38,7 @@ class HeartbeatClock:
 
     def __init__(self, interval: float, limit: float, send_every: float | None = None) -> None:
         if not (math.isfinite(interval) and math.isfinite(limit) and 0 < interval < limit):
-            raise UsageError(f"0 < interval < limit expected, in seconds, got interval {interval} and limit {limit}")
+            raise UsageError(f"expected 0 < interval < limit, in seconds, got interval {interval} and limit {limit}")
         self._interval = interval
         self._limit = limit
         self.send_every = interval if send_every is None else send_every

@@ -15,5 +15,5 @@ def require_unmasked(what: str, array: object) -> None:
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if masked is not None and isinstance(array, masked):
         raise UsageError(
-            f"{what}: it has a mask, which lies outside its elements; give array.filled(value), or array.data"
+            f"{what}: it has a mask, which lies outside its elements; use array.filled(value), or array.data"
         )

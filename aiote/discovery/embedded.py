@@ -79,8 +79,8 @@ class EmbeddedRegistry:
         self._server: Keeping | None = None
         self._listed: set[str] | None = None
         self._run: int | None = None
-        self._open = self._complete = self._poked = False
-        self._poke = LazySignal()
+        self._open = self._complete = self._is_report_due = False
+        self._report_due = LazySignal()
         self._progress = LazySignal()
         self._redirected = LazySignal()
         self._numbers = itertools.count(1)
@@ -184,8 +184,8 @@ class EmbeddedRegistry:
     # Reports to the server.
 
     def _announce_soon(self) -> None:
-        self._poked = True
-        self._poke.wake_all()
+        self._is_report_due = True
+        self._report_due.wake_all()
 
     async def _leave(self) -> None:
         """Report the remaining members to the server, if there is one.
@@ -195,7 +195,7 @@ class EmbeddedRegistry:
         with anyio.move_on_after(LEAVE_S, shield=True):
             if self._server is not None:
                 try:
-                    await self._say(self._server)
+                    await self._report(self._server)
                 except aiote.AioteError:
                     pass
 
@@ -221,14 +221,14 @@ class EmbeddedRegistry:
         self._server = server = service.client(self._engine, peer, Keeping)
         async with run_background_tasks(functools.partial(self._listen, service.client(self._engine, peer, Watching))):
             while True:
-                self._poked = False
-                await self._say(server)
+                self._is_report_due = False
+                await self._report(server)
                 with anyio.move_on_after(self._lease_s / RENEWALS):
-                    while not self._poked:
-                        await self._poke.wait()
+                    while not self._is_report_due:
+                        await self._report_due.wait()
                 self._forget_doubtful()
 
-    async def _say(self, server: Keeping) -> None:
+    async def _report(self, server: Keeping) -> None:
         """Report all members of this client. Raises CallError, RegistryError without an answer for a whole lease."""
         said = [(one, one.number) for one in self._registrations.values() if not (one.lost or one.leaving)]
         records = [MemberRecord.of(one.member) for one, _ in said]
@@ -238,7 +238,7 @@ class EmbeddedRegistry:
                 if one.member.name in refusals:
                     one.lose(refusals[one.member.name])
                 else:
-                    one.take(number)
+                    one.acknowledge(number)
             return
         raise RegistryError(f"the registry did not answer within {self._lease_s} s")
 

@@ -67,9 +67,9 @@ class _EtcdRegistration(HeldRegistration):
     that wakes its task, and how often its key was missing.
     """
 
-    def __init__(self, member: Member, signal: LazySignal) -> None:
-        super().__init__(member, signal.wake_all)
-        self.signal = signal
+    def __init__(self, member: Member, wakeup: LazySignal) -> None:
+        super().__init__(member, wakeup.wake_all)
+        self.wakeup = wakeup
         self.sent = self.lease = 0
         self.ttl_s = 0.0
         self.missing = 0
@@ -78,7 +78,7 @@ class _EtcdRegistration(HeldRegistration):
         """Make the task write the key again, which is missing although the lease lives, such as after a deletion."""
         self.sent = 0
         self.missing += 1
-        self.signal.wake_all()
+        self.wakeup.wake_all()
 
 
 class EtcdRegistry:
@@ -327,9 +327,9 @@ class EtcdRegistry:
                 pause = RETRY_LEAST_S
                 with anyio.move_on_after(registration.ttl_s / 3):
                     while registration.sent == registration.number and not registration.lost:
-                        await registration.signal.wait()
+                        await registration.wakeup.wait()
             except EtcdError as error:
-                if error.permanent and not registration.taken:
+                if error.permanent and not registration.acknowledged:
                     registration.lose(str(error))
                     return
                 await anyio.sleep(pause * random.uniform(0.5, 1.0))
@@ -378,7 +378,7 @@ class EtcdRegistry:
             question = {"compare": [compare], "success": [{"request_put": put}]}
             done = await self._gateway.call("/v3/kv/txn", question, registration.ttl_s)
             if done.get("succeeded"):
-                registration.take(change)
+                registration.acknowledge(change)
                 if (
                     registration.missing == missing
                 ):  # otherwise it may be missing again: the watch may be faster than this answer

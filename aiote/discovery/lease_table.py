@@ -58,16 +58,16 @@ class LeaseTable:
         self,
         roster: Roster,
         limit: int,
-        each: int = 1 << 62,
+        owner_limit: int = 1 << 62,
         connected: Callable[[Hashable], bool] = lambda _: True,
     ) -> None:
         self._roster = roster
-        self._limit, self._each, self._connected = limit, each, connected
+        self._limit, self._owner_limit, self._connected = limit, owner_limit, connected
         self._owned = Counter[Hashable]()
         self._sessions_of = Counter[Hashable]()
         self._sessions: dict[Hashable, _Session] = {}
         self._holders: dict[str, Hashable] = {}
-        self._former: dict[str, dict[Hashable, int]] = {}
+        self._former_owners: dict[str, dict[Hashable, int]] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -142,8 +142,8 @@ class LeaseTable:
     def _refusal(self, owner: Hashable, member: Member) -> str:
         """Return why this owner cannot take a name that another session, or no session, holds; empty if it can."""
         holder = self._sessions.get(self._holders.get(member.name))
-        if self._owned[owner] >= self._each and (holder is None or holder.owner != owner):
-            return f"this engine has {self._each} members already, which is the limit"
+        if self._owned[owner] >= self._owner_limit and (holder is None or holder.owner != owner):
+            return f"this engine has {self._owner_limit} members already, which is the limit"
         if holder is not None:
             if holder.owner != owner and self._connected(holder.owner):
                 return "another connected engine holds the name; use another name"
@@ -159,11 +159,11 @@ class LeaseTable:
         """Return the incarnation with which an owner has a name, or had it; -1 if it never had."""
         if owner == holder:
             return self._roster.known[name].incarnation
-        return self._former.get(name, {}).get(owner, -1)
+        return self._former_owners.get(name, {}).get(owner, -1)
 
     def _hand_over(self, name: str, owner: Hashable) -> None:
         """Remember which owner had a name, and with which incarnation."""
-        former = self._former.setdefault(name, {})
+        former = self._former_owners.setdefault(name, {})
         former.pop(owner, None)
         former[owner] = self._roster.known[name].incarnation
         if len(former) > FORMER:
@@ -257,7 +257,7 @@ class LeaseTable:
         return min((session.deadline for session in self._sessions.values()), default=math.inf)
 
     def _drop(self, name: str) -> None:
-        self._former.pop(name, None)
+        self._former_owners.pop(name, None)
         self._release(name)
         self._roster.remove(name)
 

@@ -23,11 +23,11 @@ class HeldRegistration:
         self.member = member
         self.lost = ""
         self.number = 1
-        self.taken = 0
+        self.acknowledged = 0
         self.leaving = False
-        self.gone = anyio.Event()
+        self.left = anyio.Event()
         self._changed = changed
-        self._signal = LazySignal()
+        self._answered = LazySignal()
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
         """Replace the attributes; return when the registry has them. Raises as `Registration.update`."""
@@ -42,8 +42,8 @@ class HeldRegistration:
     async def resolved(self) -> None:
         """Wait until the registry has all changes so far. Raises RegistryError if the registration is lost."""
         number = self.number
-        while self.taken < number and not self.lost:
-            await self._signal.wait()
+        while self.acknowledged < number and not self.lost:
+            await self._answered.wait()
         self.require_held()
 
     def require_held(self) -> None:
@@ -51,15 +51,15 @@ class HeldRegistration:
         if self.lost:
             raise RegistryError(f"member {self.member.name}: {self.lost}")
 
-    def take(self, number: int) -> None:
+    def acknowledge(self, number: int) -> None:
         """Record that the registry has the change with this number."""
-        self.taken = max(self.taken, min(number, self.number))
-        self._signal.wake_all()
+        self.acknowledged = max(self.acknowledged, min(number, self.number))
+        self._answered.wake_all()
 
     def lose(self, reason: str) -> None:
         """Record why the registration is lost: another engine has the name, or this one is closed. The first stays."""
         self.lost = self.lost or reason
-        self._signal.wake_all()
+        self._answered.wake_all()
 
 
 AnyRegistration = TypeVar("AnyRegistration", bound=HeldRegistration)
@@ -78,11 +78,11 @@ async def claim(registrations: dict[str, AnyRegistration], registration: AnyRegi
             raise aiote.UsageError(
                 f"join: member {name} is registered here already; use another name, or update its attributes"
             )
-        await present.gone.wait()
+        await present.left.wait()
     registrations[name] = registration
 
 
 def give_up(registrations: dict[str, AnyRegistration], registration: AnyRegistration) -> None:
     """Remove a registration that has left, and wake those that wait for its name."""
     del registrations[registration.member.name]
-    registration.gone.set()
+    registration.left.set()

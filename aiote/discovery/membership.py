@@ -136,7 +136,7 @@ class Watch(AsyncIterator[MemberEvent]):
         self._roster = roster
         self._reported: dict[str, Member] = {}
         self._pending: dict[str, None] = dict.fromkeys(roster.known)
-        self._signal = LazySignal()
+        self._changed = LazySignal()
         self._closed = False
 
     def note(self, name: str) -> None:
@@ -145,11 +145,11 @@ class Watch(AsyncIterator[MemberEvent]):
             self._pending[name] = None
         else:
             self._pending.pop(name, None)
-        self._signal.wake_all()
+        self._changed.wake_all()
 
     def wake(self) -> None:
         """Wake the reader, so that it checks again."""
-        self._signal.wake_all()
+        self._changed.wake_all()
 
     def close(self) -> None:
         """End this watch: it frees its events, and reports none any more."""
@@ -187,7 +187,7 @@ class Watch(AsyncIterator[MemberEvent]):
     async def wait(self) -> None:
         """Sleep until there may be an event, or the watch or the roster is closed."""
         if not self._pending and not self.closed:
-            await self._signal.wait()
+            await self._changed.wait()
 
     async def __anext__(self) -> MemberEvent:
         await anyio.lowlevel.checkpoint()

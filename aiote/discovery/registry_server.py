@@ -145,7 +145,7 @@ class RegistryServer:
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
         self._watches: dict[bytes, list[Watch]] = {}
-        self._sooner = LazySignal()
+        self._earlier_deadline = LazySignal()
         self._next_sweep = math.inf
         self._stack: AsyncExitStack | None = None
 
@@ -218,7 +218,7 @@ class RegistryServer:
         self._callers.require()
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
-            self._sooner.wake_all()
+            self._earlier_deadline.wake_all()
         names, members = {record.name for record in records}, map(MemberRecord.member, records)
         refusals: dict[str, str] = {}
         report = self._leases.report(key, number, lease_s, names, members, now, owner)
@@ -296,7 +296,7 @@ class RegistryServer:
             pause = max(self._next_sweep - anyio.current_time(), SHORTEST_SLEEP_S)
             due = anyio.current_time() + pause
             with anyio.move_on_after(None if pause == math.inf else pause):
-                await self._sooner.wait()
+                await self._earlier_deadline.wait()
             late = anyio.current_time() - due
             if late > LATE_S:
                 self._leases.postpone(late + GRACE_S)

@@ -218,7 +218,7 @@ class BlockingProducer(Blocking[Producer]):
     async def _offered(self, offer: Offer) -> str:
         async with offer:
             while not (offer.complete or offer.stopped):
-                await offer.signal.wait()
+                await offer.changed.wait()
         return "" if offer.outcome == "moved" else offer.outcome
 
     def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:

@@ -65,7 +65,7 @@ class Reception:
         self._reading = anyio.CancelScope()
         self._batches: list[TransferBatch] = []
         self._read_over = anyio.Event()
-        self._signal = LazySignal()
+        self._changed = LazySignal()
         self._moved_at, self._seen = anyio.current_time(), 0
 
     def record_progress(self) -> None:
@@ -114,7 +114,7 @@ class Reception:
             if self.failed:
                 raise TransferRefused(self.failed)
             if self._block is None or self.layers == most:
-                await self._signal.wait()
+                await self._changed.wait()
                 continue
             try:
                 self.layers = await self._block.row.wait(wanted)
@@ -130,7 +130,7 @@ class Reception:
                 self._block.row.close()
             for stream in self._streams.values():
                 stream.close()
-            self._signal.wake_all()
+            self._changed.wake_all()
 
     # Push: the prefill ranks write.
 
@@ -187,7 +187,7 @@ class Reception:
             self.fail(str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
             self._read_over.set()
-            self._signal.wake_all()
+            self._changed.wake_all()
 
     async def _read(self, link: PrefillSession) -> None:
         async with link.pulls:
@@ -230,7 +230,7 @@ class Reception:
                         await batch.room()
                     batch.submit(engine.submit_read_pages, source, target)
             while batch.is_busy:
-                await batch.signal.wait()
+                await batch.changed.wait()
         finally:
             await run_shielded(batch.drain)
 
@@ -242,7 +242,7 @@ class Reception:
             self.fail(failure)
         self._open.discard(link)
         self._unconfirmed.discard(link)
-        self._signal.wake_all()
+        self._changed.wake_all()
 
     async def leave(self) -> None:
         """End the request, wait until all writes for it are over, and free its immediates."""
@@ -272,7 +272,7 @@ class Reception:
 
     async def _all_over(self) -> None:
         while self._open:
-            await self._signal.wait()
+            await self._changed.wait()
 
 
 def _ignore(_: object) -> None:

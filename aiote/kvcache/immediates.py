@@ -43,7 +43,7 @@ class Block:
     engine: aiote.Engine
     granted: aiote.ImmediateBlock
     row: aiote.CounterRow
-    over: Callable[[], None]
+    on_close: Callable[[], None]
 
     @property
     def first(self) -> int:
@@ -58,4 +58,4 @@ class Block:
             with suppress(aiote.AioteError):
                 self.engine.counters(self.first, [0] * len(self.granted)).close()
         self.granted.close()
-        self.over()
+        self.on_close()

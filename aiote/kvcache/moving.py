@@ -127,31 +127,31 @@ class TransferStatistics:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._busy = 0
-        self._since = 0.0
+        self._busy_since = 0.0
         self.written = Written(0, 0, 0.0)
 
     def record_begin(self) -> None:
         """Record that an idle batch has a transfer in flight."""
         if not self._busy:
-            self._since = self._now()
+            self._busy_since = self._now()
         self._busy += 1
 
     def record_end(self, transfers: int, nbytes: int) -> None:
         """Record that a batch is idle again, with its successful transfers and their bytes since `record_begin`."""
         self._busy -= 1
-        took = 0.0 if self._busy else self._now() - self._since
+        took = 0.0 if self._busy else self._now() - self._busy_since
         was = self.written
         self.written = Written(was.transfers + transfers, was.bytes + nbytes, was.busy_s + took)
 
 
 class TransferBatch:
-    """A request's transfers in flight toward one peer. `signal` wakes when one has failed or all are over."""
+    """A request's transfers in flight toward one peer. `changed` is set when a transfer has failed or all are over."""
 
     def __init__(
-        self, engine: aiote.Engine, peer: aiote.Peer, signal: LazySignal, traffic: TransferStatistics | None = None
+        self, engine: aiote.Engine, peer: aiote.Peer, changed: LazySignal, traffic: TransferStatistics | None = None
     ) -> None:
         self._engine, self._peer = engine, peer
-        self.signal = signal
+        self.changed = changed
         self._traffic = traffic
         self._counted = 0, 0
         self._failed: deque[aiote.Transfer] = deque()
@@ -163,7 +163,7 @@ class TransferBatch:
         if self._traffic is not None and not self._flight:
             before, self._counted = self._counted, (self._flight.landed, self._flight.landed_bytes)
             self._traffic.record_end(self._counted[0] - before[0], self._counted[1] - before[1])
-        self.signal.wake_all()
+        self.changed.wake_all()
 
     def end_if_idle(self) -> bool:
         """Return whether no transfer is in flight; if so, end the batch: the caller must not submit more."""

@@ -55,12 +55,12 @@ class Offer:
         self.failures: list[str] = []
         self.computed_to = computed
         self.streams: dict[int, Any] = {}
-        self.signal = LazySignal()
+        self.changed = LazySignal()
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
         self._offers = offers
         self._readers = readers or 0
-        self._came = self._ended = 0
+        self._joined = self._ended = 0
 
     # Called by the program.
 
@@ -79,7 +79,7 @@ class Offer:
         self.streams[layer] = stream
         for push in self.pushes:
             push.todo.append(layer)
-        self.signal.wake_all()
+        self.changed.wake_all()
 
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
         """Call `computed` for layers as a watched value grows: `base` + n means that the first n layers are complete.
@@ -113,7 +113,7 @@ class Offer:
         self.stopped = self.stopped or reason
         for push in self.pushes:
             push.room.cancel()
-        self.signal.wake_all()
+        self.changed.wake_all()
 
     @property
     def awaited(self) -> bool:
@@ -128,15 +128,15 @@ class Offer:
         end = anyio.current_time() + max(offers.match_timeout, offers.renewal_limit)
         while self.awaited and not self.stopped:
             left = end - anyio.current_time()
-            # A push that ends wakes this, too.
+            # The signal also comes when a push ends.
             with anyio.move_on_after(left if self.pushes else min(offers.match_timeout, left)) as scope:
-                await self.signal.wait()
+                await self.changed.wait()
             if scope.cancelled_caught and (not self.pushes or anyio.current_time() >= end):
                 self.stop("expired")
 
     def renew(self) -> None:
         """Restart the wait of `match_timeout`."""
-        self.signal.wake_all()
+        self.changed.wake_all()
 
     async def __aenter__(self) -> Offer:
         self._offers.enter(self)
@@ -162,7 +162,7 @@ class Offer:
 
     async def _quiet(self) -> None:
         while self.active:
-            await self.signal.wait()
+            await self.changed.wait()
 
     # Called for readers.
 
@@ -173,15 +173,15 @@ class Offer:
         if reader in self.active:
             raise TransferRefused(f"this session moves request {self.request!r} already")
         self._readers = self._readers or ranks
-        if self._came >= self._readers or self.stopped:
+        if self._joined >= self._readers or self.stopped:
             raise TransferRefused(
                 self.stopped
                 or f"request {self.request!r} has all of its {self._readers} readers; raise readers of the "
                 "offer for more"
             )
-        self._came += 1
+        self._joined += 1
         self.active.add(reader)
-        self.signal.wake_all()
+        self.changed.wake_all()
 
     def remove_reader(self, reader: object, failure: str) -> None:
         """Record that a reader has ended, and why if it failed."""
@@ -189,7 +189,7 @@ class Offer:
         self._ended += 1
         if failure:
             self.failures.append(failure)
-        self.signal.wake_all()
+        self.changed.wake_all()
 
 
 def _bytes_of(value: Any) -> memoryview:
@@ -216,7 +216,7 @@ class Offers:
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
         self._queued: dict[str, float] = {}
-        self._signal = LazySignal()
+        self._changed = LazySignal()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -227,7 +227,7 @@ class Offers:
             raise aiote.UsageError(f"request {offer.request!r} is offered already; give each offer a name of its own")
         self._over.pop(offer.request, None)
         self._open[offer.request] = offer
-        self._signal.wake_all()
+        self._changed.wake_all()
 
     def remove(self, offer: Offer) -> None:
         """Remove an offer."""
@@ -240,12 +240,12 @@ class Offers:
         self._over[request] = reason
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
-        self._signal.wake_all()
+        self._changed.wake_all()
 
     def record_queued(self, requests: Iterable[str]) -> None:
         """Record all requests that wait in the program's queue."""
         self._queued = dict.fromkeys(requests, anyio.current_time())
-        self._signal.wake_all()
+        self._changed.wake_all()
 
     def renew(self, requests: Iterable[str]) -> None:
         """Restart `match_timeout` for those of the requests that are offered."""
@@ -261,7 +261,7 @@ class Offers:
                 raise TransferRefused(self._over[request])
             since = max(since, self._queued.get(request, since))
             with anyio.move_on_after(since + self.match_timeout - anyio.current_time()) as scope:
-                await self._signal.wait()
+                await self._changed.wait()
             if scope.cancelled_caught:
                 raise TransferRefused(
                     f"request {request!r} was not offered within {self.match_timeout} s (match_timeout)"
@@ -295,7 +295,7 @@ class Push:
         states = any(span and not self._map.units[group][0] for group, span in self._spans.items())
         self._tokens, self._immediates = offer.tokens if states else tokens, immediates
         self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
-        self._left = set(self._map.layers)
+        self._layers_left = set(self._map.layers)
         self._checked: tuple[Rows, dict[int, range]] = {}, {}
         self.todo: deque[int] = deque(offer.computed_to)
         self.room = anyio.CancelScope()
@@ -311,10 +311,10 @@ class Push:
                     raise TransferRefused(self._offer.stopped)
                 while self.todo:
                     await self._write(engine, self.todo.popleft())
-                if not self._batch.is_busy and not self._left:
+                if not self._batch.is_busy and not self._layers_left:
                     return
                 if not self.todo:
-                    await self._batch.signal.wait()
+                    await self._batch.changed.wait()
         finally:
             self._offer.pushes.discard(self)
             if not self._batch.end_if_idle():
@@ -322,7 +322,7 @@ class Push:
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:
         """Start to write the units of a layer that became full since the last call."""
-        if layer not in self._left:
+        if layer not in self._layers_left:
             return
         spans, sent = {}, self._sent[layer]
         computed = self._offer.computed_to[layer]
@@ -343,7 +343,7 @@ class Push:
                 self._moves.replace_sources(rows)
             self._checked = rows, spans
         if computed >= self._tokens:
-            self._left.discard(layer)
+            self._layers_left.discard(layer)
         stream = self._offer.streams.get(layer)
         order = {} if stream is None else {"stream": stream}
         for source, target in self._moves.layer(layer, spans):

@@ -30,13 +30,13 @@ class PagesExhausted(aiote.AioteError):
 class Holding:
     """The pages of one request, in the order of its tokens, and the number of its place. `PagePool.take` makes it."""
 
-    __slots__ = ("over", "pages", "place", "wanting")
+    __slots__ = ("ended", "pages", "place", "wanting")
 
     def __init__(self, place: int, pages: list[int]) -> None:
         self.place = place
         self.pages = pages
         self.wanting = False
-        self.over = False
+        self.ended = False
 
 
 class _Wish:
@@ -64,7 +64,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._places = list(range(places - 1, -1, -1))
         self._limit = line
-        self._line: deque[_Wish] = deque()
+        self._queue: deque[_Wish] = deque()
         self._more: deque[_Wish] = deque()
         self._held: dict[Holding, None] = {}
         self._closed = ""
@@ -82,7 +82,7 @@ class PagePool:
     @property
     def waiting(self) -> int:
         """The number of tasks that wait for a holding."""
-        return len(self._line)
+        return len(self._queue)
 
     @asynccontextmanager
     async def lend(self, count: int) -> AsyncIterator[Holding]:
@@ -101,11 +101,11 @@ class PagePool:
         self._require_open()
         if count > self.pages:
             raise aiote.UsageError(f"{count} pages were asked for, and the pool has {self.pages}")
-        if len(self._line) >= self._limit:
+        if len(self._queue) >= self._limit:
             raise aiote.QueueFull(
                 f"{self._limit} requests wait for pages, which is the limit; try again once a request has ended"
             )
-        return await self._wait(self._line, _Wish(count, None))
+        return await self._wait(self._queue, _Wish(count, None))
 
     async def extend(self, holding: Holding, count: int) -> None:
         """Add `count` pages to a holding, before all waits for a new holding. A cancelled wait loses no pages.
@@ -114,7 +114,7 @@ class PagePool:
         wait would never end, ClosedError.
         """
         self._require_open()
-        if holding.over:
+        if holding.ended:
             raise aiote.ClosedError("the request is over")
         if len(holding.pages) + count > self.pages:
             raise aiote.UsageError(
@@ -137,7 +137,7 @@ class PagePool:
     def give(self, holding: Holding) -> None:
         """Take a holding back; the caller ensures that no write to its pages is possible any more."""
         del self._held[holding]
-        holding.over = True
+        holding.ended = True
         for wish in [wish for wish in self._more if wish.holding is holding]:
             self._more.remove(wish)
             wish.wake()
@@ -148,10 +148,10 @@ class PagePool:
     def close(self, reason: str) -> None:
         """End all waits with ClosedError."""
         self._closed = reason
-        for line in (self._line, self._more):
-            for wish in line:
+        for queue in (self._queue, self._more):
+            for wish in queue:
                 wish.wake()
-            line.clear()
+            queue.clear()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -180,8 +180,8 @@ class PagePool:
     def _serve(self) -> None:
         while self._more and self._more[0].count <= len(self._free):
             self._grant(self._more.popleft())
-        while not self._more and self._line and self._places and self._line[0].count <= len(self._free):
-            self._grant(self._line.popleft())
+        while not self._more and self._queue and self._places and self._queue[0].count <= len(self._free):
+            self._grant(self._queue.popleft())
 
     def _grant(self, wish: _Wish) -> None:
         if wish.holding is None:

@@ -47,7 +47,7 @@ beyond that, the producer drops the session that was unused for the longest time
 class DecodeSession:
     """The map onto a decode rank's part, and the decode rank's memories if this rank writes (`targets`).
 
-    `asked` counts the open calls for each request; `told` says whether a `moving` stream is open.
+    `asked` counts the open calls for each request; `has_moving_stream` is whether a `moving` stream is open.
     """
 
     peer: aiote.Peer
@@ -55,7 +55,7 @@ class DecodeSession:
     immediates: dict[int, int]
     targets: list[aiote.RemoteRegion | None]
     asked: Counter[str] = field(default_factory=Counter)
-    told: bool = False
+    has_moving_stream: bool = False
 
     @contextmanager
     def asks(self, request: str) -> Iterator[None]:
@@ -242,7 +242,7 @@ class Producer:
             )
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
         immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        batch = TransferBatch(self.engine, session.peer, offer.signal, self._traffic)
+        batch = TransferBatch(self.engine, session.peer, offer.changed, self._traffic)
         return Push(offer, moves, batch, rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
@@ -260,11 +260,11 @@ class Producer:
         self._pulls.add(reader)
         try:
             while not (offer.complete or offer.stopped):
-                await offer.signal.wait()
+                await offer.changed.wait()
             if not offer.stopped:
                 yield Pinned(offer.tokens, rows_to(offer.rows))
             while not (reader.finished or offer.stopped):
-                await offer.signal.wait()
+                await offer.changed.wait()
             if not reader.finished:
                 raise TransferRefused(offer.stopped)
         finally:
@@ -277,9 +277,9 @@ class Producer:
         These wait in a queue that moves, or more of them was computed since the last time.
         """
         own, seen = self._session(peer, session), dict[str, int]()
-        if own.told:
+        if own.has_moving_stream:
             raise TransferRefused(f"session {session} has a reader of its progress already")
-        own.told = True
+        own.has_moving_stream = True
         try:
             while self._sessions.get(session) is own:
                 await anyio.sleep(interval)
@@ -288,7 +288,7 @@ class Producer:
                         yield found[start : start + MOST_NAMED]
                 seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
         finally:
-            own.told = False
+            own.has_moving_stream = False
 
     def renew(self, requests: list[str]) -> None:
         """Keep the offers of requests that decode ranks still want; `match_timeout` begins anew for them."""
@@ -301,6 +301,6 @@ class Producer:
             if reader.session is own and own.peer is peer and reader.offer.request == request:
                 # Even a stopped offer keeps its pages until its readers have left.
                 reader.finished = True
-                reader.offer.signal.wake_all()
+                reader.offer.changed.wake_all()
                 return True
         return False

@@ -83,7 +83,7 @@ class Channels:
         self._peer_endpoints: dict[int, Channel] = {}
         self._probes: dict[int, Transfer] = {}
         # The keys that the peer's RailDown asked about, and its answer about our keys in Arrivals, until they are used.
-        self._asked: dict[int, tuple[MemoryKey, ...]] = {}
+        self._asked_keys: dict[int, tuple[MemoryKey, ...]] = {}
         self._unknown: dict[int, list[int]] = {}
         self._partial_arrivals: dict[int, list[tuple[int, int]]] = {}
 
@@ -143,7 +143,7 @@ class Channels:
                 ):
                     raise FailoverError("the peer does not acknowledge its counts")
             case RailDown(number, generation, reason, keys):
-                self._asked[number] = keys
+                self._asked_keys[number] = keys
                 if number in self._states.live:
                     rail = self._runtime.rail_name(self._pairs[number][0])
                     self._runtime.events.emit("rail.failed", peer=self._connection.name, rail=rail, reason=reason)
@@ -262,7 +262,7 @@ class Channels:
     def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
         """Return the keys that the peer asked about and that belong to no memory on the channel's rail."""
         known = self._runtime.rail_set.keys_of(self._pairs[number][0])
-        return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
+        return tuple(item for item in self._asked_keys.pop(number, ()) if item.key not in known)
 
     def _reconcile(self, number: int, arrivals: Account) -> None:
         top, holes = from_received(arrivals.messages)
@@ -301,7 +301,7 @@ class Channels:
                 theirs.imm_key,
                 theirs.imm_base,
                 number=number,
-                who=name_of(self._connection.key),
+                name=name_of(self._connection.key),
             )
         except AioteError as error:
             pending.close()

@@ -18,13 +18,13 @@ class HeldLeases:
     """
 
     def __init__(self) -> None:
-        self._void = Revocations()
+        self._revocations = Revocations()
         self._flights: dict[int, Flight] = {}
         self._answers: dict[int, Callable[[], object]] = {}
 
     def flight(self, lease: int) -> Flight | None:
         """Return the flight of a lease, with the requests in flight through it; None if the lease is void."""
-        if lease in self._void:
+        if lease in self._revocations:
             return None
         found = self._flights.get(lease)
         if found is None:
@@ -33,19 +33,19 @@ class HeldLeases:
 
     def is_void(self, lease: int) -> bool:
         """Whether the peer has revoked it."""
-        return lease in self._void
+        return lease in self._revocations
 
     def revoke(self, low: int, high: int, lease: int, answer: Callable[[], object]) -> None:
         """Void a range of leases and cancel the requests in flight through them.
 
         Calls `answer` once no request through `lease` is in flight; never if `lease` is 0.
         """
-        self._void.add(low, high)
+        self._revocations.add(low, high)
         if self._flights.get(lease):
             self._answers[lease] = answer
         elif lease:
             answer()
-        for number in [number for number in self._flights if number in self._void]:
+        for number in [number for number in self._flights if number in self._revocations]:
             flight = self._flights[number]
             flight.shut, flight.changed = True, partial(self._answer_if_idle, number, flight)
             for transfer in flight:

@@ -130,9 +130,9 @@ class Joining:
                 raise PeerError(connection.name, "it sent no wake-up address for a rail that needs one")
             peer_slot = SLOT.unpack_from(channel.wakeup)
             await self._hand_over(connection, pending, channel.wakeup[SLOT.size :])
-        who = name_of(connection.key)
+        name = name_of(connection.key)
         self._runtime.rail_set.join(
-            link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, who=who
+            link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, name=name
         )
         self._pending.remove(pending)
 

@@ -461,7 +461,7 @@ class Session:
                 connection.mark_established()
                 self._runtime.events.emit("peer.connected", peer=connection.name)
                 if self._link is not None:
-                    self._liveness.clock.follow_link(self._link, attentive=self.channels is not None)
+                    self._liveness.clock.follow_link(self._link, every_check=self.channels is not None)
                 self._host.heartbeats.add(self._check_liveness, self._liveness.clock)
                 while not connection.lost:
                     await self._receive()

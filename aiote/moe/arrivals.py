@@ -34,11 +34,11 @@ class EpochImmediates:
         except BaseException:
             self.close()
             raise
-        self.firsts = {rank: block.first for rank, block in self._blocks.items()}
+        self.first_immediates = {rank: block.first for rank, block in self._blocks.items()}
 
     def first_of(self, rank: int) -> int:
         """Return the first of the immediates that a rank writes with; -1 for an unknown rank."""
-        return self.firsts.get(rank, self.firsts.get(ALL, -1))
+        return self.first_immediates.get(rank, self.first_immediates.get(ALL, -1))
 
     def allow(self, rank: int, peer: aiote.Peer) -> None:
         """Count a rank's writes with its immediates from now on."""
@@ -53,13 +53,13 @@ class EpochImmediates:
 class LaneCounters:
     """The counters of one lane in one epoch. Closed with the epoch."""
 
-    def __init__(self, engine: aiote.Engine, lane: int, firsts: Mapping[int, int]) -> None:
-        """Open the counters; `firsts` are the ranks' first immediates (`EpochImmediates.firsts`)."""
-        self._separate = ALL not in firsts
-        self._sources = tuple(firsts)
+    def __init__(self, engine: aiote.Engine, lane: int, first_immediates: Mapping[int, int]) -> None:
+        """Open the counters; `first_immediates` are those of `EpochImmediates`."""
+        self._separate = ALL not in first_immediates
+        self._sources = tuple(first_immediates)
         self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
         with ExitStack() as opened:
-            for source, first in firsts.items():
+            for source, first in first_immediates.items():
                 for kind in KINDS:
                     for number in range(ROUNDS_APART):
                         counter = opened.enter_context(engine.counter(first + slot_of(lane, kind, number)))

@@ -47,7 +47,7 @@ class Batch:
         self.demand = plan.demand
         """The value of `rows` that is enough for this round."""
         self._plan, self._sizes, self._memory, self._like = plan, sizes, memory, like
-        self._lead = {
+        self._leading_shape = {
             "grouped": (sizes.experts_of(plan.me), sizes.rows),
             "contiguous": (sizes.placed,),
             "rank": (sizes.ranks, sizes.config.tokens),
@@ -57,7 +57,7 @@ class Batch:
     def x(self) -> Any:
         """The tokens, as an array of the kind that was dispatched here."""
         config = self._sizes.config
-        return elements(self._memory.placed, 0, (*self._lead, config.hidden), config.dtype, self._like)
+        return elements(self._memory.placed, 0, (*self._leading_shape, config.hidden), config.dtype, self._like)
 
     @property
     def scales(self) -> Any:
@@ -65,14 +65,14 @@ class Batch:
         config = self._sizes.config
         if not config.scales:
             return None
-        shape = (*self._lead, config.scales)
+        shape = (*self._leading_shape, config.scales)
         return elements(self._memory.placed, self._sizes.scales_at, shape, config.scale_dtype, self._like)
 
     @property
     def y(self) -> Any:
         """Memory that the experts may put their results into; `combine` sends them from there without a copy."""
         config = self._sizes.config
-        return elements(self._memory.y, 0, (*self._lead, config.hidden), config.out_dtype, self._like)
+        return elements(self._memory.y, 0, (*self._leading_shape, config.hidden), config.out_dtype, self._like)
 
     @property
     def answered(self) -> NDArray[np.bool_] | None:
@@ -104,7 +104,7 @@ class Batch:
     def token(self) -> NDArray[np.int32]:
         """The number of each row's token at its source (...), undefined between rows; `source` costs more."""
         rows: NDArray[np.int32] = elements(
-            self._memory.placed, self._sizes.token_at, (*self._lead, 1), "int32", np.empty(0, np.int32)
+            self._memory.placed, self._sizes.token_at, (*self._leading_shape, 1), "int32", np.empty(0, np.int32)
         )
         return rows[..., 0]
 
@@ -117,7 +117,7 @@ class Batch:
     def topk_weights(self) -> Any:
         """The weights of each row's token (..., k), as the source gave them."""
         top_k = self._sizes.config.top_k
-        shape = (*self._lead, top_k)
+        shape = (*self._leading_shape, top_k)
         return elements(self._memory.placed, self._sizes.weights_at, shape, "float32", np.empty(0, np.float32))
 
     @property
@@ -140,7 +140,7 @@ class Batch:
                 named = ids[chosen] == sizes.first_expert_of(plan.me) + expert
                 found[chosen, 0], found[chosen, 1] = source, tokens[chosen]
                 found[chosen, 2] = _slots(named, tokens[chosen])
-        return found[: math.prod(self._lead)].reshape(*self._lead, 3)
+        return found[: math.prod(self._leading_shape)].reshape(*self._leading_shape, 3)
 
 
 def _slots(named: NDArray[np.bool_], tokens: NDArray[np.int32]) -> list[int]:

@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class PendingStep(Generic[T]):
-    """A step in progress on the bridge. Calling it waits for the step, then runs `then` in the calling thread, once.
+    """A step in progress on the bridge. Calling it waits for the step and runs `on_result` in the calling thread, once.
 
     Any thread may call it, any number of times. Each call raises the error of the step, if it failed.
     """
 
-    def __init__(self, call: Call[T], then: Callable[[T], object] | None = None) -> None:
-        self._call, self._then = call, then
+    def __init__(self, call: Call[T], on_result: Callable[[T], object] | None = None) -> None:
+        self._call, self._on_result = call, on_result
         self._lock = Lock()
 
     def __call__(self) -> None:
@@ -37,9 +37,9 @@ class PendingStep(Generic[T]):
         self._call.require_elsewhere()
         with self._lock:
             result = self._call.wait()
-            if self._then is not None:
-                self._then(result)
-                self._then = None
+            if self._on_result is not None:
+                self._on_result(result)
+                self._on_result = None
 
 
 class HeldGroup:

@@ -28,10 +28,10 @@ __all__ = [
     "SOURCE",
     "Bounds",
     "CudaLauncher",
+    "DescribedRound",
     "GpuKernels",
     "KernelArray",
     "Launcher",
-    "Told",
     "open_kernels",
     "open_launcher",
 ]
@@ -182,14 +182,14 @@ class Bounds(NamedTuple):
     route: int
 
 
-class Told(NamedTuple):
+class DescribedRound(NamedTuple):
     """The arrays that `describe` fills for a round."""
 
     kept: Any
     """A copy of the weights."""
-    mirror: Any
-    """The positions of rows; `copy_mirror` gets those of copies by rank, if copies are sent."""
-    copy_mirror: Any
+    host_positions: Any
+    """The positions of rows; `host_copies` gets those of copies by rank, if copies are sent."""
+    host_copies: Any
     route: Any
     """The total of rows, then the rows for each expert and the copies for each rank."""
     lengths: Any
@@ -243,9 +243,9 @@ class GpuKernels:
 
     def describe(
         self, ids: Any, weights: Any, numbered: tuple[Any, Any], counts: tuple[Any, Any], bounds: Bounds, tail: Any,
-        told: Told, *, raises: int = 0,
+        described: DescribedRound, *, raises: int = 0,
     ) -> None:  # fmt: skip
-        """Fill `told` from the results of `number_rows` for the same ids: `counts` is its return value.
+        """Fill `described` from the results of `number_rows` for the same ids: `counts` is its return value.
 
         `numbered` holds the positions of rows, and those of copies by rank, or None if rows are sent. `tail` (tokens,
         4 + 8 * k) gets the bytes that travel behind each token.
@@ -256,9 +256,10 @@ class GpuKernels:
         numbers = [self._of(ids, kind), int(kind[2]), self._of(weights, "<f4"), self._of(position, "<i4")]
         numbers += [0 if copy is None else self._of(copy, "<i4"), self._of(rows, "<i4"), self._of(copies, "<i4")]
         numbers += [tokens, top_k, experts, bounds.local, ranks, int(copy is not None), *bounds[1:]]
-        numbers += [behind.address, behind.stride, self._of(told.kept, "<f4"), self._of(told.mirror, "<i4")]
-        numbers += [0 if copy is None else self._of(told.copy_mirror, "<i4"), self._of(told.route, "<u4")]
-        numbers += [self._of(one, "<i8") for one in (told.lengths, told.here, told.routed)]
+        numbers += [behind.address, behind.stride, self._of(described.kept, "<f4")]
+        copies_at = 0 if copy is None else self._of(described.host_copies, "<i4")
+        numbers += [self._of(described.host_positions, "<i4"), copies_at, self._of(described.route, "<u4")]
+        numbers += [self._of(one, "<i8") for one in (described.lengths, described.here, described.routed)]
         blocks = -(-max(tokens * top_k, experts, ranks + 1) // self._threads)
         self._launch("moe_describe", blocks, 0, [*numbers, *self._flags, raises])
 

@@ -30,7 +30,7 @@ import aiote
 from .arrays import RAW
 from .batch import Batch
 from .config import ITEMSIZES
-from .device import Bounds, GpuKernels, KernelArray, Launcher, Told
+from .device import Bounds, DescribedRound, GpuKernels, KernelArray, Launcher
 from .lane import IDS, Lane
 from .plan import RoundPlan
 from .posting import OutboxWrite
@@ -162,10 +162,10 @@ class DeviceLane(Lane):
         self.weights = launcher.zeros(items, np.float32).reshape(config.tokens, config.top_k)
         width = 4 + 8 * config.top_k
         self.tail = launcher.zeros(config.tokens * width, np.uint8).reshape(config.tokens, width)
-        self.mirror, self.copy_mirror = (
+        self.host_positions, self.host_copies = (
             launcher.host(items, np.int32).reshape(config.tokens, config.top_k) for _ in range(2)
         )
-        self.rooms = {
+        self.argument_copies = {
             "topk_ids": launcher.zeros(8 * items, np.uint8),
             "topk_weights": launcher.zeros(items, np.float32),
         }
@@ -205,7 +205,7 @@ class DeviceLane(Lane):
         size, width, (down, across) = np.dtype(name).itemsize, shape[1], strides
         if not rows or ((down, across) == (width * size, size) and address % size == 0):
             return KernelArray.at(address, (rows, width), np.dtype(name).str, owner=array)
-        room = describe_cuda_array(what, self.rooms[what])[0]
+        room = describe_cuda_array(what, self.argument_copies[what])[0]
         pieces = [(0, width * size)] if across == size else [(column, size) for column in range(width)]
         at, nothing = KernelArray.of(self.in_order[:rows].reshape(-1, 1)), KernelArray.at(0, (rows, 0), "|u1", (0, 1))
         for column, nbytes in pieces:
@@ -302,7 +302,7 @@ class DeviceRound(Round):
         nothing = np.zeros(config.experts, np.int64), np.zeros(sizes.ranks, np.int64)
         Route(self._group.membership.epoch, self.number, tokens, *nothing).write(route)
         lane.kernels.begin()
-        self._position, self._copy = lane.mirror[:tokens], lane.copy_mirror[:tokens]
+        self._position, self._copy = lane.host_positions[:tokens], lane.host_copies[:tokens]
         self._describe(route[HEADER - 1 : HEADER + config.experts + sizes.ranks])
         self._pack_all()
         slot = self._base() + where.route_at(me, self._parity)
@@ -311,7 +311,7 @@ class DeviceRound(Round):
         self._submit(ROUTED, lane.others, (lane.routed, *alike), ROUTE)
         # The host packs the rows beyond the private parts, and reads which experts copies are for, including its own.
         self._reads_rows = self._by_rank or sizes.shared > 0
-        self._told = {
+        self._flag_waits = {
             flag: self._submit_flag_wait(flag) for flag in ((ROUTED, PACKED) if self._reads_rows else (ROUTED,))
         }
         if not sizes.direct:
@@ -335,9 +335,9 @@ class DeviceRound(Round):
         small = [
             KernelArray.of(one) for one in (self._position, self._copy, said, lane.lengths, lane.here, lane.routed)
         ]
-        told = Told(weights, *small)
+        described = DescribedRound(weights, *small)
         tail = lane.tail[:tokens]
-        gpu.describe(given.ids, given.weights, (position, copy), counts, bounds, tail, told, raises=ROUTED)
+        gpu.describe(given.ids, given.weights, (position, copy), counts, bounds, tail, described, raises=ROUTED)
         # Keep the caller's weights until the round is over, by when kernels have read them.
         self._dispatched, given.weights = given.weights, weights
 
@@ -379,7 +379,7 @@ class DeviceRound(Round):
 
     async def _receive(self) -> Batch:
         lane, sizes, config = self._lane, self._sizes, self._config
-        await lane.wait_transfer(self._told[ROUTED])
+        await lane.wait_transfer(self._flag_waits[ROUTED])
         said = self._memory.own_routes[self._parity, HEADER:].astype(np.int64)
         self._experts = said[: config.experts]
         self._copies = said[config.experts : config.experts + sizes.ranks]
@@ -392,7 +392,7 @@ class DeviceRound(Round):
         self._group.counted.sent_rows += int(sent.sum())
         self._group.counted.sent_bytes += int(lane.routed.sum()) + (0 if sizes.direct else int(lane.lengths.sum()))
         if self._reads_rows:
-            await lane.wait_transfer(self._told[PACKED])
+            await lane.wait_transfer(self._flag_waits[PACKED])
         return await super()._receive()
 
     def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
@@ -413,9 +413,9 @@ class DeviceRound(Round):
             return faulty
         memory, row = self._memory, self._sizes.row
         if self._sizes.direct:
-            runs = [plan.runs(rank, plan.me)[:, [0, 0, 2]] for rank in self._came]
+            runs = [plan.runs(rank, plan.me)[:, [0, 0, 2]] for rank in self._arrived_ranks]
         else:
-            runs = [plan.received_runs(rank) for rank in self._came]
+            runs = [plan.received_runs(rank) for rank in self._arrived_ranks]
             own = plan.runs(plan.me, plan.me) + np.array([0, self._starts[plan.me], 0])
             self._kernels.copy_runs(memory.placed, memory.sent, own, row)
         if runs:
@@ -425,7 +425,7 @@ class DeviceRound(Round):
     def _unfold(self, plan: RoundPlan) -> int | None:
         """Find the places of copies on the CPU before any is moved; return a rank whose copies do not fit its route."""
         self._memory.copies.fill(-1)
-        for source in sorted((plan.me, *self._came)):
+        for source in sorted((plan.me, *self._arrived_ranks)):
             if not unfold(self._memory, plan, source, self._copies_of(plan, source), 0) and source != plan.me:
                 return source
         return None
@@ -435,7 +435,7 @@ class DeviceRound(Round):
         memory, sizes, me = self._memory, self._sizes, plan.me
         tokens, own = self._config.tokens, self._copies_of(plan, me)
         if sizes.whole:
-            runs = [[rank * tokens, rank * tokens, int(plan.sent[rank, me])] for rank in self._came]
+            runs = [[rank * tokens, rank * tokens, int(plan.sent[rank, me])] for rank in self._arrived_ranks]
             self._kernels.copy_runs(memory.placed, memory.received, np.array(runs, np.int64).reshape(-1, 3), sizes.row)
             self._kernels.copy_runs(memory.placed, own, np.array([[me * tokens, 0, len(own)]]), sizes.row)
             every = np.array([[0, 0, len(memory.copies)]])

@@ -335,14 +335,14 @@ class MoeGroup:
         separate = self.sizes.ranks if self.config.on_loss == "mask" else 0
         self._immediates = EpochImmediates(self.engine, len(self._lanes), separate)
         for lane in self._lanes:
-            lane.open(self._immediates.firsts)
+            lane.open(self._immediates.first_immediates)
 
     async def _attach_inboxes(self, found: dict[int, Meeting]) -> None:
-        inboxes, firsts = {}, {}
+        inboxes, first_immediates = {}, {}
         for rank in self.membership.active:
             if rank in found:
                 try:
-                    firsts[rank] = found[rank].first_immediate(len(self._lanes))
+                    first_immediates[rank] = found[rank].first_immediate(len(self._lanes))
                     inboxes[rank] = self._inbox(rank, found[rank].inbox)
                 except aiote.UsageError as error:
                     if self.config.on_loss == "raise":
@@ -354,7 +354,7 @@ class MoeGroup:
         connected = {rank: self._peers[rank] for rank in inboxes}  # With on_loss="mask" some may be lost already.
         peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
-        self.posting = Posting(self.engine, self.memory.outbox, inboxes, firsts, peers, self.lose, alone)
+        self.posting = Posting(self.engine, self.memory.outbox, inboxes, first_immediates, peers, self.lose, alone)
 
     def _inbox(self, rank: int, descriptors: Sequence[bytes]) -> LeasedInbox:
         parts, owner = self.memory.map.parts(self.rank), self._peers[rank]

@@ -55,10 +55,10 @@ class Lane:
         assert self._arrivals is not None
         return self._arrivals
 
-    def open(self, firsts: Mapping[int, int]) -> None:
-        """Begin an epoch with no round in progress; others write with these immediates (`EpochImmediates.firsts`)."""
+    def open(self, first_immediates: Mapping[int, int]) -> None:
+        """Begin an epoch with no round in progress; `first_immediates` are those of `EpochImmediates`."""
         self.close()
-        self._arrivals = LaneCounters(self.group.engine, self.number, firsts)
+        self._arrivals = LaneCounters(self.group.engine, self.number, first_immediates)
         self.state, self.reached = RoundState(), NOWHERE
 
     def close(self) -> None:

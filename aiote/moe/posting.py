@@ -50,27 +50,27 @@ class Posting:
         engine: aiote.Engine,
         outbox: aiote.Region,
         inboxes: Mapping[int, LeasedInbox],
-        firsts: Mapping[int, int],
+        first_immediates: Mapping[int, int],
         peers: aiote.PeerGroup | None,
         lost: Callable[[int, str], None],
         alone: Mapping[int, aiote.PeerGroup],
     ) -> None:
-        """Prepare the scatters. `firsts` are the first immediates of each rank.
+        """Prepare the scatters. `first_immediates` are the first immediates of each rank.
 
         `peers` is one group of all ranks in `inboxes`, or None with on_loss="mask". `lost` is called for a rank that
         cannot be written to. `alone` are the groups from `groups_alone`, for writes that flags release.
         """
-        self._firsts = firsts
+        self._first_immediates = first_immediates
         self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
         self._places = {rank: place for place, rank in enumerate(inboxes)}
         targets = {rank: [aiote.ScatterTarget(outbox, part) for part in one.regions] for rank, one in inboxes.items()}
         # With on_loss="raise" an inbox has one part.
         whole = [part for parts in targets.values() for part in parts]
         self._scatter = None if peers is None else engine.prepare_scatter(peers, whole)
-        self._alone: dict[int, aiote.PreparedScatter] = {}
+        self._scatter_alone: dict[int, aiote.PreparedScatter] = {}
         for rank, group in alone.items():
             try:
-                self._alone[rank] = engine.prepare_scatter(group, targets.get(rank, ()))
+                self._scatter_alone[rank] = engine.prepare_scatter(group, targets.get(rank, ()))
             except aiote.PeerError as error:
                 lost(rank, str(error))
 
@@ -91,7 +91,7 @@ class Posting:
 
     def _numbers(self, ranks: Sequence[int], slot: int) -> Ints:
         """Return the immediates that writes to these ranks carry."""
-        return np.array([self._firsts[rank] + slot for rank in ranks], np.int64)
+        return np.array([self._first_immediates[rank] + slot for rank in ranks], np.int64)
 
     def post_when(
         self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
@@ -116,13 +116,15 @@ class Posting:
         made = []
         for place, rank in enumerate(ranks):
             # The rank may have been lost before the group was complete.
-            if rank in self._alone:
+            if rank in self._scatter_alone:
                 length, at = (one[place : place + 1] for one in numbers[:2])
                 found = self._inboxes[rank].find(int(numbers[2][place]))
                 part, there = (np.array([number], np.int64) for number in found)
-                imm = self._firsts[rank] + slot
+                imm = self._first_immediates[rank] + slot
                 try:
-                    one = self._alone[rank].submit_when(flag, value, length, at, there, imm, to=part, skip_empty=True)
+                    one = self._scatter_alone[rank].submit_when(
+                        flag, value, length, at, there, imm, to=part, skip_empty=True
+                    )
                     made.append((rank, one))
                 except aiote.PeerError as error:
                     self._lost(rank, str(error))
@@ -131,10 +133,10 @@ class Posting:
     def submit_flag_wait(self, flag: NDArray[np.uint32], value: int) -> aiote.Transfer:
         """Return a transfer that ends when a flag is raised. Raises the errors of `PreparedScatter.submit_when`."""
         nothing = np.zeros(0, np.int64)
-        return self._alone[-1].submit_when(flag, value, nothing, to=nothing)
+        return self._scatter_alone[-1].submit_when(flag, value, nothing, to=nothing)
 
     def _post_one(self, one: OutboxWrite, slot: int) -> list[tuple[int, aiote.Transfer]]:
-        imm = self._firsts[one.rank] + slot
+        imm = self._first_immediates[one.rank] + slot
         try:
             return [(one.rank, self._engine.submit_write_imm(*self._regions_of(one), imm))]
         except aiote.PeerError as error:
@@ -158,7 +160,7 @@ class Posting:
         source = aiote.Pages(self._outbox, at[1], nbytes, offset=at[0])
         part, offset = self._inboxes[rank].find(to[0])
         target = aiote.Pages(self._inboxes[rank].regions[part], to[1], nbytes, offset=offset)
-        return [(rank, self._engine.submit_write_pages(source, target, self._firsts[rank] + slot))]
+        return [(rank, self._engine.submit_write_pages(source, target, self._first_immediates[rank] + slot))]
 
 
 async def groups_alone(

@@ -50,7 +50,7 @@ class Round:
         self._tokens = given.tokens
         self._kernels: Any = kernels
         self._plan: RoundPlan | None = None
-        self._came: list[int] = []
+        self._arrived_ranks: list[int] = []
         self._own: NDArray[np.int32] | None = None
         # With copies by rank: whether this rank's own copies are in the receive region, like the others'.
         self._own_received = lane.sizes.whole
@@ -177,7 +177,7 @@ class Round:
         """Place the rows of the ranks that have come; return the plan of those whose rows match their routes."""
         if len(came) < len(routes):
             plan = self._plan_arrived({rank: routes[rank] for rank in came})
-        self._came = came
+        self._arrived_ranks = came
         faulty = self._place(plan)
         if faulty is None:
             return plan
@@ -278,7 +278,7 @@ class Round:
             return self._unfold(plan)
         runs = plan.runs(me, me) + np.array([0, self._starts[me], 0])
         self._kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
-        for rank in self._came:
+        for rank in self._arrived_ranks:
             self._kernels.copy_runs(memory.placed, memory.received, plan.received_runs(rank), sizes.row)
         return None
 
@@ -287,7 +287,7 @@ class Round:
 
         Returns a rank whose copies are not for the experts that its route names.
         """
-        for source in sorted((plan.me, *self._came)):
+        for source in sorted((plan.me, *self._arrived_ranks)):
             rows = self._copies_of(plan, source)
             fits = unfold(self._memory, plan, source, rows, self._sizes.row)
             if not fits and source != plan.me:
@@ -336,7 +336,7 @@ class Round:
         writes: list[OutboxWrite] = []
         line = 0
         self._own = self._own_places(y)
-        for source in sorted((me, *self._came), key=lambda rank: (rank - me) % sizes.ranks):
+        for source in sorted((me, *self._arrived_ranks), key=lambda rank: (rank - me) % sizes.ranks):
             if source == me and self._own is not None:
                 continue
             to = self._base() + where.answers_at + int(plan.answer[source, me]) * sizes.y_row
@@ -463,7 +463,7 @@ class Round:
 
     async def _sum(self, out: Bytes, accumulate: bool) -> None:
         plan, config = self._known_plan(), self._config
-        needs = {rank: plan.replies(rank) for rank in self._came}
+        needs = {rank: plan.replies(rank) for rank in self._arrived_ranks}
         came = await self._wait("answers", ANSWER, needs)
         await self._lane.wait_sent()
         for number in (self.number - 1, self.number):

@@ -119,9 +119,9 @@ def register_gpu(rails: Sequence[Rail], buffer: AcquiredBuffer, access: int) -> 
     The caller has opened the driver. Raises UsageError if no kind of rail here reaches such memory, and FabricError or
     StatusError if every rail that can reach it failed.
     """
-    deaf = [rail for rail in rails if not (stages(rail, buffer.device) or rail.traits.dmabuf)]
-    if buffer.device not in EXPORTERS or len(deaf) == len(rails):
-        names = ", ".join(sorted({rail.provider for rail in deaf})) or "any provider"
+    unable = [rail for rail in rails if not (stages(rail, buffer.device) or rail.traits.dmabuf)]
+    if buffer.device not in EXPORTERS or len(unable) == len(rails):
+        names = ", ".join(sorted({rail.provider for rail in unable})) or "any provider"
         raise UsageError(
             f"memory of device {buffer.device!r} cannot be registered with {names}, "
             "which reach host memory only: register a pinned host buffer and copy to it, or open the engine with "

@@ -304,15 +304,15 @@ class RailSet:
         imm_base: int,
         peer_slot: tuple[int, int] = (-1, 0),
         number: int = -1,
-        who: bytes = b"",
+        name: bytes = b"",
     ) -> None:
         """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the slot in the
-        peer's wake-up page with its generation, `number` the closed channel that this one replaces, `who` the peer's
+        peer's wake-up page with its generation, `number` the closed channel that this one replaces, `name` the peer's
         name, which memory can be bound to. Raises FabricError.
         """
         try:
-            if who:
-                pending.endpoint.name(who)
+            if name:
+                pending.endpoint.name(name)
             pending.endpoint.connect(address)
             link.add_channel(
                 pending.endpoint,

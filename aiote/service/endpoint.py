@@ -421,7 +421,7 @@ class CallEndpoint:
                 await self._take_all(link, frames_of(message.data))
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
-        await link.lent.close()
+        await link.lent_memory.close()
         await link.staging.close()
 
     async def _take_all(self, link: Link, frames: Iterator[Frame]) -> None:

@@ -17,7 +17,7 @@ from ..rails import unfolded_bytes
 from .background import report_callback_error
 from .codec import decode
 from .frames import VERSION, Ask, CallFrame, Cancel, End, Frame, Free, Grant, HelloFrame, Items, Piece, Return
-from .memory import Borrowed, Lent, Staging
+from .memory import BorrowedMemory, LentMemory, Staging
 from .unsent import Unsent
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class Link:
         self.identity = peer.address.identity
         self.share = endpoint.budget.share_of(self.identity)
         self.share.refuse = lambda: peer.disconnect("more waits for it than for anybody else, and there is no room")
-        self.lent = Lent(engine, loop, peer, endpoint.budget)
+        self.lent_memory = LentMemory(engine, loop, peer, endpoint.budget)
         self.staging = Staging(engine, loop, endpoint.budget, self.share)
-        self.borrowed = Borrowed(
+        self.borrowed_memory = BorrowedMemory(
             engine,
             loop,
             peer,
@@ -225,7 +225,7 @@ class Link:
 
     async def _lend_memory(self, nbytes: int) -> None:
         try:
-            grant = Grant(*await self.lent.lend(nbytes))
+            grant = Grant(*await self.lent_memory.lend(nbytes))
         except (BlockingIOError, aiote.AioteError) as error:
             grant = Grant(0, 0, b"", str(error)[:500])
         finally:
@@ -234,19 +234,19 @@ class Link:
 
     def on_grant(self, frame: Grant) -> None:
         """Take the answer to this engine's Ask. Raises ValueError if this engine did not ask for it."""
-        self.borrowed.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
+        self.borrowed_memory.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
         self.endpoint.watch_memory()
 
     def on_return(self, frame: Return) -> None:
         """Take lent memory back. Raises KeyError if it is not lent."""
-        region = self.lent.returned(frame.number)
-        self.endpoint.spawn(self.lent.take_back, region, name="aiote service: take memory back")
+        region = self.lent_memory.returned(frame.number)
+        self.endpoint.spawn(self.lent_memory.take_back, region, name="aiote service: take memory back")
 
     def sweep(self) -> bool:
         """Return borrowed segments, and close staging segments, that are idle; tell whether other segments remain."""
-        self.borrowed.sweep()
+        self.borrowed_memory.sweep()
         self.staging.sweep()
-        return bool(self.borrowed.segments or self.staging.segments)
+        return bool(self.borrowed_memory.segments or self.staging.segments)
 
     # Bytes that the peer has placed in this engine's memory.
 
@@ -258,7 +258,7 @@ class Link:
         """
         if pieces:
             self._held_bytes += sum([piece[2] for piece in pieces])
-            if self._held_bytes > self.lent.nbytes:
+            if self._held_bytes > self.lent_memory.nbytes:
                 raise ValueError("pieces in lent memory overlap: they have more bytes than it")
 
     def release(self, pieces: list[Piece]) -> None:
@@ -311,7 +311,7 @@ class Link:
         """Write bytes into memory that the peer lends, and return their place."""
         endpoint = self.endpoint
         array = numpy.frombuffer(data, numpy.uint8) if isinstance(data, bytes) else numpy.ascontiguousarray(data)
-        piece, remote = await self.borrowed.place(array.nbytes)
+        piece, remote = await self.borrowed_memory.place(array.nbytes)
         try:
             if kept and array is data:
                 held = endpoint.hold(array)
@@ -323,7 +323,7 @@ class Link:
                 async with endpoint.engine.register(array, access="local") as region:
                     await endpoint.engine.write(region, remote)
         except BaseException:
-            self.borrowed.give(piece)
+            self.borrowed_memory.give(piece)
             raise
         endpoint.array_bytes += array.nbytes
         return piece
@@ -331,7 +331,7 @@ class Link:
     def take_back(self, pieces: list[Piece]) -> None:
         """Free places in the memory that the peer lends."""
         for piece in pieces:
-            self.borrowed.give(piece)
+            self.borrowed_memory.give(piece)
 
     def hand_over(self, pieces: list[Piece]) -> None:
         """Keep places occupied until the peer says that it has read them."""
@@ -341,7 +341,7 @@ class Link:
         """Free places that the peer has read. Raises KeyError for places that were not handed over."""
         for piece in frame.pieces:
             self._unread.remove(piece)
-            self.borrowed.give(piece)
+            self.borrowed_memory.give(piece)
 
     def read_value(
         self,
@@ -368,7 +368,7 @@ class Link:
             piece = unread.pop(number, None)
             if piece is None or piece[2] != nbytes:
                 raise ValueError(f"piece {number} is missing, or is not the array of {nbytes} bytes")
-            return self.lent.view(piece)
+            return self.lent_memory.view(piece)
 
         if frame.outside:
             if not unread:
@@ -376,7 +376,7 @@ class Link:
             _, piece = unread.popitem()
             self.endpoint.check_message(piece[2])
             # Copy the body, because the peer can still write to the lent memory while it is decoded.
-            body = bytes(self.lent.view(piece))
+            body = bytes(self.lent_memory.view(piece))
         if len(body) > UNCOUNTED_BYTES:
             nbytes = unfolded_bytes(body)
             if nbytes > UNFOLDING * self.endpoint.limits.message_bytes:
@@ -492,7 +492,7 @@ class Link:
         self.lost = reason or "it was lost"
         self.unsent.close()
         self.unpark()
-        self.borrowed.close(aiote.PeerLostError(str(self.peer.address), self.lost))
+        self.borrowed_memory.close(aiote.PeerLostError(str(self.peer.address), self.lost))
         calls, self.calls = tuple(self.calls.values()), {}
         for caller in calls:
             caller.receive_end(None, self.lost)

@@ -58,7 +58,7 @@ class Chooser:
         self._links: dict[aiote.Address, Link] = {}
         self._choices: list[Link] = []
         self._connecting: set[aiote.Address] = set()
-        self._again_at: dict[aiote.Address, float] = {}
+        self._retry_at: dict[aiote.Address, float] = {}
         self._pauses: dict[aiote.Address, float] = {}
         self._waiting: list[aiote.Address] = []
         self._look_at = math.inf
@@ -76,7 +76,7 @@ class Chooser:
         """
         while True:
             addresses = await self._members.addresses()
-            if addresses is not self._seen or (self._again_at and self._look_at <= anyio.current_time()):
+            if addresses is not self._seen or (self._retry_at and self._look_at <= anyio.current_time()):
                 self._update_members(addresses, method)
             link = self._least_loaded()
             if link is not None and not link.lost and link.peer.address not in avoid:
@@ -102,7 +102,7 @@ class Chooser:
                     self._leave_alone(address, AGAIN_S)
 
     def _leave_alone(self, address: aiote.Address, pause: float) -> None:
-        self._again_at[address] = anyio.current_time() + pause
+        self._retry_at[address] = anyio.current_time() + pause
         self._seen = None
 
     def _least_loaded(self) -> Link | None:
@@ -118,12 +118,12 @@ class Chooser:
     def _update_members(self, addresses: Sequence[aiote.Address], method: str) -> None:
         """Update the members from their current addresses, and connect to the new ones."""
         self._seen, wanted, now = addresses, set(addresses), anyio.current_time()
-        self._again_at = {address: at for address, at in self._again_at.items() if at > now and address in wanted}
-        self._look_at = min(self._again_at.values(), default=math.inf)
+        self._retry_at = {address: at for address, at in self._retry_at.items() if at > now and address in wanted}
+        self._look_at = min(self._retry_at.values(), default=math.inf)
         self._links = {one: link for one, link in self._links.items() if one in wanted and not link.lost}
-        self._choices = [link for address, link in self._links.items() if address not in self._again_at]
+        self._choices = [link for address, link in self._links.items() if address not in self._retry_at]
         self._pauses = {address: pause for address, pause in self._pauses.items() if address in wanted}
-        self._waiting = list(wanted - self._links.keys() - self._connecting - self._again_at.keys())
+        self._waiting = list(wanted - self._links.keys() - self._connecting - self._retry_at.keys())
         # In random order, so that an engine cannot time its registration to become the next choice of every client.
         random.shuffle(self._waiting)
         self._connect_some(method)

@@ -23,7 +23,7 @@ import aiote
 from ..aio import EventLoop, Signal, Waiter
 from .frames import Piece
 
-__all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Share", "Staging"]
+__all__ = ["LEND_BYTES", "Allocator", "BorrowedMemory", "Budget", "LentMemory", "Share", "Staging"]
 
 ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
@@ -211,7 +211,7 @@ class Budget:
         self.used += nbytes
 
 
-class Lent:
+class LentMemory:
     """The segments that one peer may write to. `close` takes them back; their bytes can still be read afterwards."""
 
     def __init__(self, engine: aiote.Engine, loop: EventLoop, peer: aiote.Peer, budget: Budget) -> None:
@@ -309,7 +309,7 @@ class _Turn:
         self.waiter: Waiter | None = None
 
 
-class Borrowed:
+class BorrowedMemory:
     """The segments that a peer lends to this engine, and the queue for places in them, first come, first served."""
 
     def __init__(
@@ -323,8 +323,8 @@ class Borrowed:
         self._engine, self._loop, self._owner, self._ask, self._give_back = engine, loop, owner, ask, give_back
         self.segments: dict[int, tuple[Allocator, aiote.RemoteRegion]] = {}
         self._taken: set[Piece] = set()
-        self._line: deque[_Turn] = deque()
-        self._asked = 0
+        self._queue: deque[_Turn] = deque()
+        self._asked_bytes = 0
         self._refused = ""
         self._end: Exception | None = None
 
@@ -334,12 +334,12 @@ class Borrowed:
         Raises BlockingIOError with the peer's reason if there will be no place, and the error of `close` after that.
         """
         turn = _Turn()
-        self._line.append(turn)
+        self._queue.append(turn)
         try:
             while True:
                 if self._end is not None:
                     raise self._end
-                if self._line[0] is turn:
+                if self._queue[0] is turn:
                     found = self._take(nbytes)
                     if found is not None:
                         return found
@@ -347,12 +347,12 @@ class Borrowed:
                 turn.waiter = self._loop.waiter()
                 await turn.waiter
         finally:
-            self._line.remove(turn)
+            self._queue.remove(turn)
             self._wake()
 
     def _wake(self) -> None:
         """Let the first in the queue look again."""
-        waiter = self._line[0].waiter if self._line else None
+        waiter = self._queue[0].waiter if self._queue else None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -371,33 +371,33 @@ class Borrowed:
         Otherwise give the free segments back and ask once more; without free segments, raise BlockingIOError with the
         reason.
         """
-        if self._refused and nbytes < self._asked:
-            self._asked, self._refused = 0, ""
-        if not self._asked:
-            self._asked = nbytes
+        if self._refused and nbytes < self._asked_bytes:
+            self._asked_bytes, self._refused = 0, ""
+        if not self._asked_bytes:
+            self._asked_bytes = nbytes
             self._ask(nbytes)
         elif self._refused:
             largest = max((allocator.nbytes for allocator, _ in self.segments.values()), default=0)
             if _aligned(nbytes) > largest:
-                reason, self._asked, self._refused = self._refused, 0, ""
+                reason, self._asked_bytes, self._refused = self._refused, 0, ""
                 if not self._return([number for number, (one, _) in self.segments.items() if one.free]):
                     raise BlockingIOError(reason)
                 # After small segments are returned, there may be room for a large one.
-                self._asked = nbytes
+                self._asked_bytes = nbytes
                 self._ask(nbytes)
 
     def granted(self, number: int, nbytes: int, descriptor: bytes, reason: str) -> None:
         """Take the answer to an Ask. Raises ValueError if there was no Ask, or if the memory does not fit it."""
-        if not self._asked or self._refused:
+        if not self._asked_bytes or self._refused:
             raise ValueError("it lends memory without a request")
         if not descriptor:
             self._refused = reason or "it lends no memory and gives no reason"
         else:
             remote = self._engine.attach(descriptor, owner=self._owner, access="write", nbytes=nbytes)
-            if number in self.segments or remote.nbytes != nbytes or nbytes < self._asked:
+            if number in self.segments or remote.nbytes != nbytes or nbytes < self._asked_bytes:
                 raise ValueError("it lends other memory than was requested")
             self.segments[number] = (Allocator(nbytes), remote)
-            self._asked = 0
+            self._asked_bytes = 0
         self._wake()
 
     def give(self, piece: Piece) -> None:
@@ -407,13 +407,13 @@ class Borrowed:
         self.segments[number][0].give(offset, nbytes)
         if self._refused:
             # Ask again: the peer may grant now what it refused, because memory may have been given back meanwhile.
-            self._asked, self._refused = 0, ""
+            self._asked_bytes, self._refused = 0, ""
         self._wake()
 
     def sweep(self) -> None:
         """Give idle segments back to the peer."""
         if self._return([number for number, (one, _) in self.segments.items() if one.idle()]) and self._refused:
-            self._asked, self._refused = 0, ""
+            self._asked_bytes, self._refused = 0, ""
             self._wake()
 
     def _return(self, numbers: list[int]) -> bool:

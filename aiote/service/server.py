@@ -77,7 +77,7 @@ class Server:
                     raise aiote.UsageError(f"{one.name} is served twice: give one of the services another name")
                 self._methods[one.name] = (one, getattr(service, one.attribute))
         self._running: set[Running] = set()
-        self._held = Counter[bytes]()
+        self._running_of = Counter[bytes]()
         self._queues: dict[bytes, deque[Running]] = {}
         self._queued = 0
         self._changed = Signal(endpoint.loop)
@@ -125,7 +125,7 @@ class Server:
     def _may_start(self, link: Link) -> bool:
         """Tell whether a call of a peer may run now: some places stay free for peers that run fewer calls."""
         budget, free = self.endpoint.budget, self.endpoint.limits.calls - len(self._running)
-        held = self._held[link.identity]
+        held = self._running_of[link.identity]
         return free > 0 and held < max(EACH, free) and link.share.waiting <= budget.peer
 
     def _enqueue(self, running: Running) -> None:
@@ -158,7 +158,7 @@ class Server:
         self.calls += 1
         running.queued = False
         self._running.add(running)
-        self._held[running.link.identity] += 1
+        self._running_of[running.link.identity] += 1
         running.link.running[running.frame.slot] = running
         running.start()
 
@@ -169,9 +169,9 @@ class Server:
             self._dequeue(identity, running)
         elif running in self._running:
             self._running.remove(running)
-            self._held[identity] -= 1
-            if not self._held[identity]:
-                del self._held[identity]
+            self._running_of[identity] -= 1
+            if not self._running_of[identity]:
+                del self._running_of[identity]
         self.start_waiting()
         if not self._running:
             self._changed.set()
@@ -194,7 +194,7 @@ class Server:
         if not self._queues or len(self._running) >= self.endpoint.limits.calls:
             return None
         ready = [queue[0] for queue in self._queues.values() if self._may_start(queue[0].link)]
-        return min(ready, key=lambda running: self._held[running.link.identity], default=None)
+        return min(ready, key=lambda running: self._running_of[running.link.identity], default=None)
 
     async def drain(self) -> None:
         """Take no new calls, and wait until the running and queued calls have ended. The caller's scope bounds the

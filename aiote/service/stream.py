@@ -38,6 +38,7 @@ class IncomingStream(UnderWay):
     """
 
     __slots__ = (
+        "_credited",
         "_damage",
         "_decoding",
         "_frames",
@@ -47,7 +48,6 @@ class IncomingStream(UnderWay):
         "_ready",
         "_received",
         "_taken",
-        "_told",
         "_unfolded",
         "_unread",
         "_waiter",
@@ -59,7 +59,7 @@ class IncomingStream(UnderWay):
         self._frames: dict[int, list[Any]] = {}
         self._decoding: dict[int, Items] = {}
         self._ready: deque[Any] = deque()
-        self._received = self._taken = self._told = self._unread = self._largest = self._unfolded = 0
+        self._received = self._taken = self._credited = self._unread = self._largest = self._unfolded = 0
         self._waiter: Waiter | None = None
         self._listener: tuple[Hear, Ended] | None = None
         self._damage: RemoteError | None = None
@@ -205,8 +205,8 @@ class IncomingStream(UnderWay):
         self._unfolded -= unfolded
         # Send a Credit when half of `stream_items` was taken, or no item is left: the server's own limit may be lower,
         # so that it waits earlier.
-        if self.end is None and (self._taken - self._told >= self._half or not self._ready):
-            self._told = self._taken
+        if self.end is None and (self._taken - self._credited >= self._half or not self._ready):
+            self._credited = self._taken
             self.link.post_frame(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
         if isinstance(item, RemoteError):
             raise item
@@ -254,9 +254,9 @@ class Stream(AsyncIterator[Any]):
     def __init__(
         self,
         start: Callable[[list[Address]], Awaitable[IncomingStream]],
-        may_repeat: Callable[[CallError, int, Link | None, list[Address]], bool],
+        may_retry: Callable[[CallError, int, Link | None, list[Address]], bool],
     ) -> None:
-        self._start, self._may_repeat = start, may_repeat
+        self._start, self._may_retry = start, may_retry
         self._incoming: IncomingStream | None = None
         self._over = self._reading = self._listened = False
 
@@ -284,7 +284,7 @@ class Stream(AsyncIterator[Any]):
                 return await self._incoming.next()
             except CallError as error:
                 link = None if self._incoming is None else self._incoming.link
-                if not self._may_repeat(error, attempt, link, avoid):
+                if not self._may_retry(error, attempt, link, avoid):
                     raise
         raise AssertionError
 

@@ -68,7 +68,7 @@ class MemoryTransport(asyncio.Transport):
         self._written_eof = False
         self._closing = False
         self._partitioned = False
-        self._held = 0
+        self._held_count = 0
 
     def begin(self, protocol: Any) -> None:
         """Set the protocol, and deliver the bytes that have arrived before."""
@@ -137,7 +137,7 @@ class MemoryTransport(asyncio.Transport):
 
     def _carry(self) -> None:
         if self._partitioned:
-            self._held += 1
+            self._held_count += 1
             return
         data = self._wire.popleft()
         if not self.other._closing:
@@ -153,7 +153,7 @@ class MemoryTransport(asyncio.Transport):
     def heal(self) -> None:
         """Deliver the held bytes, and end the partition."""
         self._partitioned = False
-        held, self._held = self._held, 0
+        held, self._held_count = self._held_count, 0
         for _ in range(held):
             self._loop.call_later(LATENCY_S, self._carry)
 

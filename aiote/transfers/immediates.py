@@ -113,9 +113,9 @@ class ImmediateGrants:
         self._runtime = runtime
         self._next = FIRST + secrets.randbelow(END - FIRST)
         # Where the blocks begin, in order; the length of each; and the number of values that all of them have.
-        self._firsts: list[int] = []
+        self._block_starts: list[int] = []
         self._counts: dict[int, int] = {}
-        self._held = 0
+        self._reserved = 0
         # A garbage collection may drop a block at any point of the code, so a block only leaves a record here.
         self._returned: deque[tuple[int, SourceRange | None]] = deque()
 
@@ -131,14 +131,14 @@ class ImmediateGrants:
                 f"reserve_immediates({count!r}): expected the number of immediates, an integer from 1 to 2**16"
             )
         self._take_back()
-        if self._held + count > MOST:
+        if self._reserved + count > MOST:
             raise UsageError(
-                f"reserve_immediates: {self._held} immediates are reserved, of 2**26 at most; close blocks first"
+                f"reserve_immediates: {self._reserved} immediates are reserved, of 2**26 at most; close blocks first"
             )
         first = self._find(self._next + secrets.randbelow(GAP), count)
-        bisect.insort(self._firsts, first)
+        bisect.insort(self._block_starts, first)
         self._counts[first] = count
-        self._held += count
+        self._reserved += count
         if sources is None:
             return ImmediateBlock(self, first, count, None)
         block = ImmediateBlock(self, first, count, self._runtime.core.source_range(first, count))
@@ -159,8 +159,8 @@ class ImmediateGrants:
     def _take_back(self) -> None:
         while self._returned:
             first, source_range = self._returned.popleft()
-            del self._firsts[bisect.bisect_left(self._firsts, first)]
-            self._held -= self._counts.pop(first)
+            del self._block_starts[bisect.bisect_left(self._block_starts, first)]
+            self._reserved -= self._counts.pop(first)
             if source_range is not None:
                 self._runtime.sources.pop(source_range, None)
 
@@ -182,9 +182,9 @@ class ImmediateGrants:
 
     def _after_owner(self, first: int, count: int) -> int:
         """Return `first` if `count` values from there on are free, otherwise the value to continue the search from."""
-        behind = bisect.bisect_left(self._firsts, first + count)
+        behind = bisect.bisect_left(self._block_starts, first + count)
         if behind:
-            owner = self._firsts[behind - 1]
+            owner = self._block_starts[behind - 1]
             if owner + self._counts[owner] > first:
                 return owner + self._counts[owner]
         return first + count if any(map(self._runtime.core.is_counted, range(first, first + count))) else first

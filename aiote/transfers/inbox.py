@@ -91,10 +91,10 @@ class Inbox:
         self._loop = loop
         self._arrived = Signal(loop)
         self._selective: dict[Destination, Signal] = {}
-        self._early = False
+        self._has_early = False
         self._listener: Callable[[], object] | None = None
         self._over: Callable[[], object] | None = None
-        self._told = False
+        self._is_call_due = False
 
     def add(self, peer: Destination) -> None:
         """Receive messages of this peer from now on."""
@@ -157,8 +157,8 @@ class Inbox:
             self._peers.rotate(-1)
             if peer.link is not None and (data := self._take_of(peer.link, buffer)) is not None:
                 return peer.peer, data
-        self._early = self._core.inbox > 0
-        if self._early:
+        self._has_early = self._core.inbox > 0
+        if self._has_early:
             # These messages cannot be taken yet, so the core must not call the listener for them. `receivers` calls it
             # when they can be taken.
             self._core.on_messages = None
@@ -208,11 +208,11 @@ class Inbox:
         """
         woken: list[Waiter] = []
         ready = self._core.inbox
-        if self._early:
+        if self._has_early:
             # Messages from peers that are still being connected cannot be taken yet, so they wake no receiver.
             ready = sum([peer.link.messages for peer in self._peers if peer.link is not None])
-        if self._listener is not None and ready + self.departed_messages and not self._told:
-            self._told = True
+        if self._listener is not None and ready + self.departed_messages and not self._is_call_due:
+            self._is_call_due = True
             self._loop.call_soon(self._call_listener)
         for _ in range(min(len(self._arrived), ready + self.departed_messages)):
             self._arrived.wake_one(woken.append)
@@ -250,7 +250,7 @@ class Inbox:
         return stop
 
     def _call_listener(self) -> None:
-        self._told = False
+        self._is_call_due = False
         if self._listener is not None:
             self._core.on_messages = self._listener
             self._listener()

@@ -92,7 +92,7 @@ def _bytes_of(payload: object) -> bytes:
 
 def _too_long(length: int, limit: int) -> UsageError:
     return UsageError(
-        f"send: a message of {length} bytes, but the peer takes at most {limit} (its config.message_bytes); "
+        f"send: a message of {length} bytes, but the peer accepts at most {limit} (its config.message_bytes); "
         "write larger data with engine.write into a region of the peer"
     )
 
@@ -136,7 +136,7 @@ class Requests:
         if peer.connected:
             # A revocation must know the transfers that use its lease, so keep the lease's flight (None if void).
             if remote.lease:
-                remote.memory.held = peer.lease_flight(remote.lease)
+                remote.memory.lease_flight = peer.lease_flight(remote.lease)
             remote.memory.link = peer.link
         return peer
 

@@ -67,17 +67,17 @@ class Receiver:
 
     def __init__(self, address: str, state: TargetState, client: TargetService) -> None:
         self.address, self.state, self.client = address, state, client
-        self.lent: dict[str, Descriptors] | None = None
+        self.lent_regions: dict[str, Descriptors] | None = None
         self.places: Numbers = np.zeros((0, 2), np.uint64)
         self.imms: dict[str, int] = {}
         self.steps: list[str] = []
 
     def for_source(self, address: str) -> WriteTarget:
         """Return the message that tells the source at `address` how to write to this target, which has lent memory."""
-        assert self.lent is not None
+        assert self.lent_regions is not None
         # If the places differ from those that the target described, it was served anew since: send the new ones.
         moved = None if np.array_equal(self.places, self.state.places) else self.places
-        lent = self.lent.get(address, NOTHING)
+        lent = self.lent_regions.get(address, NOTHING)
         imm = self.imms.get(address, 0)
         return WriteTarget(self.state.rank, self.address, imm, lent, digest_of(self.state.places), moved)
 
@@ -99,7 +99,7 @@ class Receiver:
             raise aiote.UsageError(
                 f"it lends {step.lent.ends.size} regions to {len(sources)} sources; expected as many to each"
             )
-        self.lent = {
+        self.lent_regions = {
             one: step.lent.part(number * regions, (number + 1) * regions) for number, one in enumerate(sources)
         }
         self.imms, self.places = dict(zip(sources, step.imms, strict=True)), step.places
@@ -216,7 +216,7 @@ class Attempt:
             for replica in self.replicas
             if not replica.failure
             for target in replica.targets
-            if target.lent is not None
+            if target.lent_regions is not None
         ]
         limit = self.controller.limit + self._bytes(rank) / SLOWEST
         try:
@@ -271,4 +271,4 @@ class Attempt:
 
 
 def _all_lent(replica: Replica) -> bool:
-    return all(target.lent is not None for target in replica.targets)
+    return all(target.lent_regions is not None for target in replica.targets)

@@ -320,7 +320,7 @@ class StagingMemory:
         self._memory: Bytes | None = None
         self._region: aiote.Region | None = None
         self._free: list[tuple[int, int]] = [(0, limit // ALIGNED * ALIGNED)]
-        self._line: deque[object] = deque()
+        self._queue: deque[object] = deque()
         self._changed = anyio.Event()
 
     @asynccontextmanager
@@ -358,15 +358,15 @@ class StagingMemory:
         self._region = self._memory = None
 
     async def _wait_for_room(self, size: int) -> int:
-        start = self._find_gap(size) if not self._line else -1
+        start = self._find_gap(size) if not self._queue else -1
         if start < 0:
             token = object()
-            self._line.append(token)
+            self._queue.append(token)
             try:
-                while self._line[0] is not token or (start := self._find_gap(size)) < 0:
+                while self._queue[0] is not token or (start := self._find_gap(size)) < 0:
                     await self._changed.wait()
             finally:
-                self._line.remove(token)
+                self._queue.remove(token)
                 self._wake()
         return start
 

@@ -64,7 +64,7 @@ def load(str path="libcuda.so.1") -> None:
 
 
 cdef object too_old(str what):
-    return StatusError(ENOSYS, "open the CUDA driver", f"{what}; one of CUDA 12.0 (R525) or later is needed")
+    return StatusError(ENOSYS, "open the CUDA driver", f"{what}; install the driver of CUDA 12.0 (R525) or later")
 
 
 cdef void* symbol(const char* name) noexcept:
@@ -142,5 +142,5 @@ cdef void* retain(int device, uint64_t address, bint* primary) except NULL:
     else:
         checked(cuda.pointer_attribute(&context, POINTER_CONTEXT, address), "cuPointerGetAttribute(CONTEXT)")
     if context == NULL:
-        raise StatusError(EIO, "find the context of GPU memory", "its device has none that is active")
+        raise StatusError(EIO, "find the context of GPU memory", "its device has no active context")
     return context

@@ -101,7 +101,7 @@ cdef class EventPool:
             raise ValueError(CAPTURED)
         if code in (INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, DESTROYED):
             raise ValueError(
-                f"stream {stream:#x} is not one of cuda:{self.device}, where the memory is, or it was destroyed "
+                f"stream {stream:#x} does not belong to cuda:{self.device}, where the memory is, or was destroyed "
                 f"({described(code)})")
         if code:
             return code

@@ -79,7 +79,7 @@ cdef int list_segments(uint64_t address, size_t length, Export* made) except -1:
         allowed = buffer = 0
         checked(cuda.pointer_attribute(&allowed, ALLOWED_HANDLES, base), "cuPointerGetAttribute(ALLOWED_HANDLE_TYPES)")
         if not allowed & POSIX_DESCRIPTOR:
-            raise StatusError(ENOSYS, "share segments", "it was not allocated to be shared by descriptors")
+            raise StatusError(ENOSYS, "share segments", "it was allocated without POSIX_FILE_DESCRIPTOR handles")
         checked(cuda.pointer_attribute(&buffer, BUFFER_ID, base), "cuPointerGetAttribute(BUFFER_ID)")
         # One number identifies all segments. It changes if another segment is mapped at the same address.
         made.buffer = (made.buffer ^ buffer) * <uint64_t> 0x9E3779B97F4A7C15

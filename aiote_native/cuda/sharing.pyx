@@ -85,7 +85,7 @@ cdef str whole_allocation(uint64_t address, size_t length, Export* made):
     cdef int code
     checked(ipc.address_range(&made.base, &size, address), "cuMemGetAddressRange")
     if length > size - (address - made.base):
-        return "it spans several allocations, and a handle of cuIpcGetMemHandle is of one"
+        return "it spans several allocations, but a handle of cuIpcGetMemHandle covers one"
     checked(cuda.pointer_attribute(&made.buffer, BUFFER_ID, made.base), "cuPointerGetAttribute(BUFFER_ID)")
     code = ipc.get_handle(&handle, made.base)
     if code:

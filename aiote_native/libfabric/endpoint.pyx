@@ -376,7 +376,7 @@ cdef class LibfabricEndpoint(NativeEndpoint):
         check(fi_getname(&self.impl.ep.fid, name, &length), "fi_getname")
         self.address = name[:length]
         if length > NAME_BYTES:
-            raise ValueError(f"the provider's address has {length} bytes, more than {NAME_BYTES}")
+            raise ValueError(f"the provider's address has {length} bytes, expected at most {NAME_BYTES}")
         memcpy(self.impl.name, name, length)
         self.impl.name_length = length
         self.impl.disconnects = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")

@@ -87,7 +87,7 @@ def load(str path, dict defaults) -> tuple[int, int]:
     global handle, loaded_path
     if handle != NULL:
         if path != loaded_path:
-            raise RuntimeError(f"libfabric is loaded from {loaded_path} already; {path} needs a process of its own")
+            raise RuntimeError(f"libfabric is loaded from {loaded_path} already; load {path} in another process")
         return version()
     cdef bytes encoded = path.encode()
     set_defaults(defaults)

@@ -33,9 +33,9 @@ cdef int read_model(dict given, Model* model) except -1:
     model.forgets = given.get("forgets", 0)
     model.largest = given.get("largest", 1 << 30)
     if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MAX_PIECES):
-        raise ValueError(f"depth, receives, events and largest are at least 1, pieces at most {MAX_PIECES}")
+        raise ValueError(f"expected depth, receives, events and largest from 1, and pieces from 1 to {MAX_PIECES}")
     if not 1 <= model.max_sge <= MAX_SGE:
-        raise ValueError(f"max_sge is from 1 to {MAX_SGE}")
+        raise ValueError(f"max_sge is {model.max_sge}, expected 1 to {MAX_SGE}")
     return 0
 
 

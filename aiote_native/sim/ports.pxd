@@ -8,5 +8,5 @@ cdef RailOps operations
 cdef class SimEndpoint(NativeEndpoint):
     cdef SimDevice device
     cdef SimPort* impl
-    cdef SimPort* lent
+    cdef SimPort* channel_impl
     cdef int open(self) except -1

@@ -242,7 +242,7 @@ cdef class SimEndpoint(NativeEndpoint):
 
     def __cinit__(self):
         self.impl = NULL
-        self.lent = NULL
+        self.channel_impl = NULL
 
     def __dealloc__(self):
         self.drop(self.device)
@@ -312,18 +312,18 @@ cdef class SimEndpoint(NativeEndpoint):
             raise RuntimeError("the endpoint is closed or owned by a channel")
         check_process(self.device.epoch)
         if len(address) != ADDRESS.size or not address.startswith(MARK):
-            raise ValueError(f"{address!r} is no address of a simulated endpoint")
+            raise ValueError(f"{address!r} is not the address of a simulated endpoint")
         self.impl.peer = ADDRESS.unpack(address)[1]
 
     cdef void* release_to_channel(self) except NULL:
-        self.lent = <SimPort*> NativeEndpoint.release_to_channel(self)
-        return self.lent
+        self.channel_impl = <SimPort*> NativeEndpoint.release_to_channel(self)
+        return self.channel_impl
 
     def moved(self) -> int:
-        return self.lent.moved if self.lent != NULL else -1
+        return self.channel_impl.moved if self.channel_impl != NULL else -1
 
     cdef void channel_closed(self):
-        self.lent = NULL
+        self.channel_impl = NULL
         NativeEndpoint.channel_closed(self)
 
     cdef void** impl_slot(self) noexcept:

@@ -16,7 +16,7 @@ from posix.unistd cimport write
 
 from aiote_native.cuda.sharing cimport Handle, withdraw
 from aiote_native.streams.stream cimport (
-    DEVICE_SHIFT, FRAME_ANSWER, FRAME_EXPORT, FRAME_FORGET, FRAME_LEND, FRAME_LENT, STREAM_DEPTH, Told, append,
+    DEVICE_SHIFT, FRAME_ANSWER, FRAME_EXPORT, FRAME_FORGET, FRAME_LEND, FRAME_LENT, STREAM_DEPTH, ExportOffer, append,
     find_memory, free_work, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
 
 cdef enum:
@@ -27,7 +27,7 @@ cdef enum:
     # The state of a Told.
     UNSENT = 0
     ASKED = 1       # FRAME_EXPORT was sent
-    GIVEN = 2       # the peer has opened the allocation
+    OPENED = 2       # the peer has opened the allocation
     REFUSED = 3     # the peer could not open it
     FORGETTING = 4  # the peer was asked to close it
 
@@ -52,46 +52,46 @@ cdef void reply(Stream* self, int kind, uint64_t number, int status) noexcept no
     append(&self.queue, work)
 
 
-cdef Told* find_told(Stream* self, const Export* exported, int device) noexcept nogil:
-    cdef Told* told = self.told
-    while told != NULL and not (told.exported == exported and told.device == device and told.state != FORGETTING):
-        told = told.next
-    return told
+cdef ExportOffer* find_offer(Stream* self, const Export* exported, int device) noexcept nogil:
+    cdef ExportOffer* offer = self.offers
+    while offer != NULL and not (offer.exported == exported and offer.device == device and offer.state != FORGETTING):
+        offer = offer.next
+    return offer
 
 
-cdef Told* tell(Stream* self, Export* exported, int device) noexcept nogil:
+cdef ExportOffer* offer_export(Stream* self, Export* exported, int device) noexcept nogil:
     """Queue a frame that asks the peer to open an allocation on one of its devices; return NULL if memory is short."""
-    cdef Told* told = <Told*> calloc(1, sizeof(Told))
+    cdef ExportOffer* offer = <ExportOffer*> calloc(1, sizeof(ExportOffer))
     cdef Work* work = new_work(self)
-    if told == NULL or work == NULL:
-        free(told)
+    if offer == NULL or work == NULL:
+        free(offer)
         if work != NULL:
             free_work(self, work)
         return NULL
     self.numbers += 1
-    told.number = self.numbers
-    told.exported = exported
-    told.device = device
-    told.handle = exported.handle
-    told.next = self.told
-    self.told = told
+    offer.number = self.numbers
+    offer.exported = exported
+    offer.device = device
+    offer.handle = exported.handle
+    offer.next = self.offers
+    self.offers = offer
     exported.known += 1
     work.frame.kind = FRAME_EXPORT
-    work.frame.key = told.number
+    work.frame.key = offer.number
     work.frame.imm = device
     work.frame.iov_count = 1
     work.frame.length = work.frame.iov[0].length = sizeof(Handle)
-    work.local[0] = <uint8_t*> &told.handle
+    work.local[0] = <uint8_t*> &offer.handle
     append(&self.queue, work)
-    return told
+    return offer
 
 
-cdef void refer(Stream* self, Work* work, const Told* told) noexcept nogil:
+cdef void refer(Stream* self, Work* work, const ExportOffer* offer) noexcept nogil:
     """Turn a frame into a frame by reference."""
     cdef int i
-    work.reference[0] = told.number
+    work.reference[0] = offer.number
     for i in range(work.frame.iov_count):
-        work.reference[1 + i] = <uint64_t> work.local[i] - told.exported.base
+        work.reference[1 + i] = <uint64_t> work.local[i] - offer.exported.base
     if work.frame.kind != FRAME_ANSWER:
         work.frame.kind = FRAME_LEND
         return
@@ -108,21 +108,21 @@ cdef int lend(Stream* self, Work* work) noexcept nogil:
     Return 1 if that is done, 0 while the peer opens the memory, and -1 if the frame has to be staged.
     """
     cdef int device = device_of(work)
-    cdef Told* told
+    cdef ExportOffer* offer
     if work.frame.kind == FRAME_ANSWER:
         work.exported = find_memory(self.registry, work.frame.key).exported
     if not self.shares or work.exported == NULL or device < 0 or self.lent_count >= STREAM_DEPTH:
         return -1
     if work.gpu.out.error:
         return -1  # the contents of a broken device's memory are unknown; staging the frame fails
-    told = find_told(self, work.exported, device)
-    if told == NULL:
-        told = tell(self, work.exported, device)
-    if told == NULL or told.state == REFUSED:
+    offer = find_offer(self, work.exported, device)
+    if offer == NULL:
+        offer = offer_export(self, work.exported, device)
+    if offer == NULL or offer.state == REFUSED:
         return -1
-    if told.state != GIVEN:
+    if offer.state != OPENED:
         return 0
-    refer(self, work, told)
+    refer(self, work, offer)
     return 1
 
 
@@ -130,38 +130,38 @@ cdef uint64_t lent_room(void* impl, const void* desc, uint64_t key) noexcept nog
     """Return how many bytes may be in flight by reference; 0 if the peer has not opened the memory."""
     cdef Stream* self = <Stream*> impl
     cdef const Memory* memory = <const Memory*> desc
-    cdef Told* told
+    cdef ExportOffer* offer
     cdef bint lent
     if memory == NULL or memory.exported == NULL or not self.shares or not key >> DEVICE_SHIFT:
         return 0
     pthread_mutex_lock(&self.registry.lock)
-    told = find_told(self, memory.exported, <int> (key >> DEVICE_SHIFT) - 1)
-    lent = told != NULL and told.state == GIVEN
+    offer = find_offer(self, memory.exported, <int> (key >> DEVICE_SHIFT) - 1)
+    lent = offer != NULL and offer.state == OPENED
     pthread_mutex_unlock(&self.registry.lock)
     return LENT_WINDOW if lent else 0
 
 
-cdef Told* told_by_number(Stream* self, uint64_t number) noexcept nogil:
-    cdef Told* told = self.told
-    while told != NULL and told.number != number:
-        told = told.next
-    return told
+cdef ExportOffer* offer_by_number(Stream* self, uint64_t number) noexcept nogil:
+    cdef ExportOffer* offer = self.offers
+    while offer != NULL and offer.number != number:
+        offer = offer.next
+    return offer
 
 
-cdef void note_told(Stream* self, uint64_t number) noexcept nogil:
+cdef void note_offered(Stream* self, uint64_t number) noexcept nogil:
     """Record that a FRAME_EXPORT was sent, so that the peer can answer. Until then, its handle must not be freed."""
-    cdef Told* told = told_by_number(self, number)
-    if told != NULL:
-        told.state = ASKED
+    cdef ExportOffer* offer = offer_by_number(self, number)
+    if offer != NULL:
+        offer.state = ASKED
 
 
 cdef int note_opened(Stream* self, const Frame* frame) noexcept nogil:
     """Record whether the peer has opened an allocation; return -EPROTO if the peer was not asked to open it."""
-    cdef Told* told = told_by_number(self, frame.key)
+    cdef ExportOffer* offer = offer_by_number(self, frame.key)
     cdef uint64_t one = 1
-    if told == NULL or told.state != ASKED:
+    if offer == NULL or offer.state != ASKED:
         return -EPROTO
-    told.state = REFUSED if frame.status else GIVEN
+    offer.state = REFUSED if frame.status else OPENED
     if frame.status:
         self.registry.refused = frame.status
         self.registry.refusals += 1
@@ -173,16 +173,16 @@ cdef int note_opened(Stream* self, const Frame* frame) noexcept nogil:
 
 cdef int note_forgotten(Stream* self, const Frame* frame) noexcept nogil:
     """Record that the peer has closed an allocation; return -EPROTO if the peer was not asked to close it."""
-    cdef Told** link = &self.told
-    cdef Told* told
+    cdef ExportOffer** link = &self.offers
+    cdef ExportOffer* offer
     while link[0] != NULL and link[0].number != frame.key:
         link = &link[0].next
-    told = link[0]
-    if told == NULL or told.state != FORGETTING:
+    offer = link[0]
+    if offer == NULL or offer.state != FORGETTING:
         return -EPROTO
-    link[0] = told.next
-    leave_export(self.registry, told.exported)
-    free(told)
+    link[0] = offer.next
+    leave_export(self.registry, offer.exported)
+    free(offer)
     return 0
 
 
@@ -207,22 +207,22 @@ cdef int note_pulled(Stream* self) noexcept nogil:
 
 cdef void withdraw_ended(Stream* self) noexcept nogil:
     """Ask the peer to close the allocations without registrations, and drop those that it could not open."""
-    cdef Told** link = &self.told
-    cdef Told* told
+    cdef ExportOffer** link = &self.offers
+    cdef ExportOffer* offer
     if self.withdrawn == self.registry.withdrawn:
         return
     self.withdrawn = self.registry.withdrawn
     while link[0] != NULL:
-        told = link[0]
-        if told.exported.uses == 0 and told.state == GIVEN:
-            told.state = FORGETTING
-            reply(self, FRAME_FORGET, told.number, 0)
-        elif told.exported.uses == 0 and told.state == REFUSED:
-            link[0] = told.next
-            leave_export(self.registry, told.exported)
-            free(told)
+        offer = link[0]
+        if offer.exported.uses == 0 and offer.state == OPENED:
+            offer.state = FORGETTING
+            reply(self, FRAME_FORGET, offer.number, 0)
+        elif offer.exported.uses == 0 and offer.state == REFUSED:
+            link[0] = offer.next
+            leave_export(self.registry, offer.exported)
+            free(offer)
             continue
-        link = &told.next
+        link = &offer.next
 
 
 cdef bint is_lent(const Registry* registry, const Memory* memory) noexcept nogil:
@@ -266,17 +266,17 @@ cdef void let_go(Registry* registry, Export* exported) noexcept nogil:
 cdef void leave_lent(Stream* self) noexcept nogil:
     """Drop all references and exports of a stream that is shut. The caller holds the registry's lock."""
     cdef Work** link = &self.registry.lent
-    cdef Told* told = self.told
-    cdef Told* following
+    cdef ExportOffer* offer = self.offers
+    cdef ExportOffer* following
     while link[0] != NULL:
         if link[0].lender == self:
             link[0] = link[0].next_lent
         else:
             link = &link[0].next_lent
     self.lent_count = 0
-    self.told = NULL
-    while told != NULL:
-        following = told.next
-        leave_export(self.registry, told.exported)
-        free(told)
-        told = following
+    self.offers = NULL
+    while offer != NULL:
+        following = offer.next
+        leave_export(self.registry, offer.exported)
+        free(offer)
+        offer = following

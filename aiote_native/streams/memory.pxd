@@ -12,7 +12,7 @@ cdef class StreamDevice(NativeDevice):
     cdef dict gpus
     cdef int notify_fd
     cdef Giver* giver
-    cdef uint64_t told       # refusals that `events` has reported
+    cdef uint64_t reported_refusals  # refusals that `events` has reported
     cdef int give(self, Export* made) except -1
     cdef void stop_threads(self) noexcept
     cdef void close_descriptor(self) noexcept

@@ -107,8 +107,8 @@ cdef class StreamDevice(NativeDevice):
             pthread_mutex_lock(&self.registry.lock)
             refusals = self.registry.refusals
             pthread_mutex_unlock(&self.registry.lock)
-        news = [("unshared", self.registry.refused)] if refusals != self.told else []
-        self.told = refusals
+        news = [("unshared", self.registry.refused)] if refusals != self.reported_refusals else []
+        self.reported_refusals = refusals
         return news
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ cdef class StreamMemory(NicRegistration):
 
 cdef int checked(bytes name) except -1:
     if len(name) != NAME_BYTES:
-        raise ValueError(f"a peer's name has {NAME_BYTES} bytes, got {len(name)}")
+        raise ValueError(f"the peer's name has {len(name)} bytes, expected {NAME_BYTES}")
     return 0
 
 

@@ -282,7 +282,7 @@ cdef class RingEndpoint(StreamEndpoint):
     def __init__(self, StreamDevice device, uint64_t ring_bytes=RING_BYTES):
         """Make the ring. Raises StatusError, OSError, and ValueError for a size that a ring cannot have."""
         if not may_be_ring(ring_bytes):
-            raise ValueError(f"no ring has {ring_bytes} bytes: a power of two from {LEAST_BYTES} to {MOST_BYTES}")
+            raise ValueError(f"a ring of {ring_bytes} bytes: expected a power of 2 from {LEAST_BYTES} to {MOST_BYTES}")
         self.usable(device)
         self.impl = <RingStream*> calloc(1, sizeof(RingStream))
         if self.impl == NULL:
@@ -323,7 +323,7 @@ cdef class RingEndpoint(StreamEndpoint):
         cdef uint64_t nbytes
         try:
             if self.impl == NULL or self.impl.peer != NULL:
-                raise RuntimeError("the endpoint has its peer's ring, or is closed or owned by a channel")
+                raise RuntimeError("the endpoint already has its peer's ring, or is closed or owned by a channel")
             check_process(self.device.epoch)
             # The peer chooses the size of its ring, which cannot change once the memfd is sealed.
             nbytes = max(os.fstat(memory_fd).st_size - DATA, 0)
@@ -346,7 +346,7 @@ cdef class RingEndpoint(StreamEndpoint):
         check_process(self.device.epoch)
         peer = self.impl.peer
         if peer.mark != RING_MARK or peer.size != self.impl.peer_bytes:
-            check(-EINVAL, "connect to the peer's ring: it is of another layout")
+            check(-EINVAL, "connect to the peer's ring, which has another layout")
         if address != SCHEME + f"{peer.number:016x}".encode():
             raise ValueError(f"{address!r} is not the address of the ring that the peer sent")
         self.impl.stream.connected = True

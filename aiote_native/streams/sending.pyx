@@ -7,7 +7,7 @@ frame comes before its end. The next header that begins carries the acknowledgem
 from libc.errno cimport EACCES, EAGAIN, ENOMEM, ENOTCONN
 from libc.stdint cimport uint8_t, uint64_t
 
-from aiote_native.streams.lending cimport note_told
+from aiote_native.streams.lending cimport note_offered
 from aiote_native.streams.staging cimport gather_slots, hold, is_held, stage, unstage
 from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_EXPORT, FRAME_FORGET, FRAME_FORGOTTEN, FRAME_LEND, FRAME_LENT,
@@ -165,7 +165,7 @@ cdef void note_sent(Stream* self, Work* work) noexcept nogil:
         if kind == FRAME_ANSWER and work.trailer.frame.status == 0:
             self.registry.served += work.frame.length
         elif kind == FRAME_EXPORT:
-            note_told(self, work.frame.key)
+            note_offered(self, work.frame.key)
         self.answers -= kind == FRAME_ANSWERED
         self.refusals -= kind == FRAME_DONE and work.frame.status != 0
         self.replies -= kind == FRAME_OPENED or kind == FRAME_FORGOTTEN or kind == FRAME_PULLED or kind == FRAME_FORGET

@@ -28,6 +28,6 @@ cdef struct SocketStream:
 
 cdef class SocketEndpoint(StreamEndpoint):
     cdef SocketStream* impl
-    cdef SocketStream* lent
+    cdef SocketStream* channel_impl
     cdef str host
     cdef int listen(self) except -1

@@ -385,14 +385,14 @@ def parse(bytes address) -> tuple[str, int, bytes]:
         family_of(bare)
         return bare, int(port), bytes.fromhex(token.decode("ascii"))
     except (ValueError, OSError):
-        raise ValueError(f"{address!r} is no address of a TCP endpoint") from None
+        raise ValueError(f"{address!r} is not the address of a TCP endpoint") from None
 
 
 cdef class SocketEndpoint(StreamEndpoint):
     """An endpoint that listens at an IP address of this host; `connect` makes the connection, or waits for it."""
 
     def __cinit__(self):
-        self.impl = self.lent = NULL
+        self.impl = self.channel_impl = NULL
 
     def __init__(self, StreamDevice device, str host):
         """Listen at an IP address. Raises OSError if that is not possible."""
@@ -440,8 +440,8 @@ cdef class SocketEndpoint(StreamEndpoint):
         host, port, token = parse(address)
         memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
         if (":" in host) != (":" in self.host):
-            raise ValueError(f"one rail is at {self.host}, the other at {host}, which is another version of IP: name "
-                             "rails or hosts of one version at both engines")
+            raise ValueError(f"one rail is at {self.host}, the other at {host}, an address of another version of IP: "
+                             "name rails or hosts of one version at both engines")
         if self.address <= address:
             return
         shut_fd(self.impl, &self.impl.listener)
@@ -457,16 +457,17 @@ cdef class SocketEndpoint(StreamEndpoint):
         check(watch(self.impl, EPOLL_CTL_ADD, self.impl.fd, self.impl.watched), "epoll_ctl")
 
     cdef void* release_to_channel(self) except NULL:
-        self.lent = <SocketStream*> StreamEndpoint.release_to_channel(self)
-        return self.lent
+        self.channel_impl = <SocketStream*> StreamEndpoint.release_to_channel(self)
+        return self.channel_impl
 
     cdef void channel_closed(self):
-        self.lent = NULL
+        self.channel_impl = NULL
         StreamEndpoint.channel_closed(self)
 
     def moved(self) -> int:
         """Return how many bytes the connection has received or seen acknowledged; -1 before it is made."""
-        return aiote_moved_over(self.lent.fd) if self.lent != NULL and self.lent.stream.connected else -1
+        cdef SocketStream* impl = self.channel_impl
+        return aiote_moved_over(impl.fd) if impl != NULL and impl.stream.connected else -1
 
     cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl

@@ -137,9 +137,9 @@ cdef struct Registry:
     uint64_t refusals
     int notify_fd        # becomes readable when `refusals` has changed
 
-# An allocation that the peer was told to open on one of its devices.
-cdef struct Told:
-    Told* next
+# An allocation that the peer was asked to open on one of its devices.
+cdef struct ExportOffer:
+    ExportOffer* next
     uint64_t number
     Export* exported
     int device
@@ -206,7 +206,7 @@ cdef struct Stream:
     WorkList receives
     uint32_t answers     # reads of the peer that are not answered yet
     bint shares          # peers on this wire are on this host, and GPU memory may be shared with them
-    Told* told
+    ExportOffer* offers
     uint64_t numbers     # how many numbers were given to allocations
     uint64_t withdrawn   # the registry's count when ended exports were last looked for
     WorkList lent        # answers by reference that were sent

@@ -305,7 +305,7 @@ cdef class VerbsMemory(NicRegistration):
         cdef int device = device_of(address)
         self.device.opened()
         if not 0 <= device < FLUSHED_DEVICES or self.flushed >= 0:
-            raise StatusError(EOPNOTSUPP, "flush writes of a NIC", f"to cuda:{device} there is no way")
+            raise StatusError(EOPNOTSUPP, "flush writes of a NIC", f"cuda:{device} cannot be flushed")
         if flushes.contexts[device] == NULL:
             flushes.contexts[device] = retain(device, address, &flushes.primary[device])
         self.flushed = device

@@ -42,7 +42,7 @@ cdef class PeerAddress:
     def __init__(self, bytes address):
         """Unpack the address. Raises ValueError unless an endpoint of this version can have made it."""
         if len(address) != ADDRESS.size:
-            raise ValueError(f"a verbs address has {ADDRESS.size} bytes, this one {len(address)}")
+            raise ValueError(f"the verbs address has {len(address)} bytes, expected {ADDRESS.size}")
         (version, self.mtu, self.reads, link, self.lid, self.gid, data, text, data_psn,
          text_psn) = ADDRESS.unpack(address)
         self.ethernet = link == 1
@@ -50,7 +50,7 @@ cdef class PeerAddress:
         self.psns = (data_psn, text_psn)
         if (version != VERSION or not 1 <= self.mtu <= MTU_CODES or link > 1
                 or max(data, text, data_psn, text_psn) >= 1 << 24):
-            raise ValueError("the address is no verbs address of this version")
+            raise ValueError("the address is not a verbs address of this version: run one aiote at both engines")
 
 
 @cython.no_gc_clear
@@ -162,7 +162,7 @@ cdef class VerbsEndpoint(NativeEndpoint):
         check_process(self.device.epoch)
         peer = PeerAddress(address)
         if peer.ethernet != (self.impl.nic.port.link_layer == IBV_LINK_LAYER_ETHERNET):
-            raise ValueError("one of the two ports is InfiniBand's, the other Ethernet's")
+            raise ValueError("one port is InfiniBand and the other Ethernet: name rails of one kind at both engines")
         self.bring_up(&self.impl.data, peer, peer.numbers[0], peer.psns[0], self.psns[0])
         self.bring_up(&self.impl.text, peer, peer.numbers[1], peer.psns[1], self.psns[1])
 

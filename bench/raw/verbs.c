@@ -257,7 +257,7 @@ static void verbs_connect(struct raw *self, int i, const struct card *peer) {
     if (strcmp(peer->wire, "verbs") != 0 || peer->length != sizeof(address)) fail("the other side is not of verbs");
     memcpy(&address, peer->name, sizeof(address));
     if (address.ethernet != (rail->port.link_layer == IBV_LINK_LAYER_ETHERNET))
-        fail("one of the two ports is InfiniBand's, the other Ethernet's");
+        fail("one port is InfiniBand and the other Ethernet");
     rail->remote_key = (uint32_t)peer->key;
     rail->remote_base = peer->base;
     connect_lane(rail, &rail->data, &address, 0);

@@ -62,7 +62,7 @@ def settled(bridge: bridges.Bridge) -> None:
 
 
 def registered(bridge: bridges.Bridge) -> int:
-    return len(bridge._held)
+    return len(bridge._shared)
 
 
 def call(bridge: bridges.Bridge, work: Work) -> object:

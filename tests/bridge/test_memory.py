@@ -108,12 +108,12 @@ def test_memory_that_is_held_twice_is_registered_once(bridge):
     with bridges.acquire() as second:
         first = bridge.register(array)
         with second.register(array) as other:
-            assert other.held is first.held
+            assert other.shared is first.shared
             assert other.descriptor == first.descriptor
-            assert first.held.holders == 2
+            assert first.shared.holders == 2
         assert not first.region.closed
         first.close()
-        assert first.held.region.closed
+        assert first.shared.region.closed
         first.close()
     for use in (lambda: first.region, lambda: first.descriptor and first.region):
         with pytest.raises(aiote.ClosedError):
@@ -126,7 +126,7 @@ def test_access_and_writability_are_registrations_of_their_own(bridge):
     seen.setflags(write=False)
     found = [bridge.register(array), bridge.register(array, "read"), bridge.register(array, "local")]
     found.append(bridge.register(seen))
-    assert len({each.held for each in found}) == 4
+    assert len({each.shared for each in found}) == 4
     assert [each.region.access for each in found] == ["read-write", "read", "local", "read-write"]
     assert not found[3].region.writable
     with pytest.raises(aiote.UsageError, match="the region is local"):
@@ -140,12 +140,12 @@ def test_closed_registrations_are_kept_only_where_no_peer_has_a_key(bridge):
     kept, ended = bridge.register(array, "local"), bridge.register(array)
     kept.close()
     ended.close()
-    assert ended.held.region.closed
-    assert not kept.held.region.closed
+    assert ended.shared.region.closed
+    assert not kept.shared.region.closed
     with bridge.register(array, "local") as again:
-        assert again.held is kept.held
+        assert again.shared is kept.shared
     bridge.trim()
-    assert kept.held.region.closed
+    assert kept.shared.region.closed
 
 
 def test_kept_registrations_are_bounded(bridge):
@@ -153,11 +153,11 @@ def test_kept_registrations_are_bounded(bridge):
     regions = []
     for array in arrays:
         with bridge.register(array, "local") as registration:
-            regions.append(registration.held.region)
+            regions.append(registration.shared.region)
     assert [region.closed for region in regions] == [True, True, False, False, False]
     with bridge.register(np.zeros(2 << 20, np.uint8), "local") as large:
         pass
-    assert large.held.region.closed
+    assert large.shared.region.closed
     assert [region.closed for region in regions] == [True, True, False, False, False]
 
 
@@ -169,7 +169,7 @@ def test_memory_that_was_freed_and_allocated_again_is_never_taken_for_the_old(br
     for number in range(200):
         memory = make()
         with bridge.register(memory, access) as registration:
-            address, region = registration.held.key[0], registration.held.region
+            address, region = registration.shared.key[0], registration.shared.region
             bytes_seen = memoryview(registration.region)
             bytes_seen[:4] = number.to_bytes(4, "little")
             mine = memory.storage.bytes if isinstance(memory, Tensor) else memory
@@ -188,7 +188,7 @@ def test_memory_that_was_freed_and_allocated_again_is_never_taken_for_the_old(br
 def test_views_share_the_registration_of_their_storage(bridge, tensor):
     whole = tensor(1000)
     with bridge.register(whole) as first, bridge.register(whole[100:300]) as view, bridge.register(whole[0:0]) as empty:
-        assert first.held is view.held is empty.held
+        assert first.shared is view.shared is empty.shared
         assert (len(first.region), len(view.region), len(empty.region)) == (2000, 400, 0)
         memoryview(view.region)[:] = b"v" * 400
         assert bytes(memoryview(first.region)) == bytes(200) + b"v" * 400 + bytes(1400)
@@ -221,29 +221,29 @@ def test_a_storage_that_was_resized_is_registered_anew(bridge, tensor):
     """As FSDP frees what it has gathered: the tensor lives on, its memory does not."""
     held = tensor(1000)
     with bridge.register(held, "local") as registration:
-        old = registration.held.region
+        old = registration.shared.region
     storage = held.untyped_storage()
     size = storage.nbytes()
-    key = registration.held.key
+    key = registration.shared.key
     storage.resize_(0)
     with pytest.raises(aiote.UsageError, match="the tensor has no memory"):
         bridge.register(held, "local")
     storage.resize_(size)
     with bridge.register(held, "local") as again:
         # At the same place it is as good as before, where no NIC pins pages.
-        assert (again.held.region is old) == (storage.data_ptr() == key[0])
+        assert (again.shared.region is old) == (storage.data_ptr() == key[0])
 
 
 def test_memory_that_has_moved_loses_its_place(bridge):
     """Two storages, the second of which lies where the first one was."""
     first, second = Tensor(1000), Tensor(1000)
     with bridge.register(first, "local") as registration:
-        kept = registration.held.region
+        kept = registration.shared.region
     second.storage.bytes, first.storage.bytes = first.storage.bytes, second.storage.bytes
     with bridge.register(second, "local") as other:
-        assert other.held.region is not kept
+        assert other.shared.region is not kept
         assert kept.closed
-    assert not other.held.region.closed
+    assert not other.shared.region.closed
 
 
 class Exported:
@@ -270,7 +270,7 @@ class Packed:
 def test_every_way_to_show_memory_leads_to_one_registration(bridge, show):
     array = np.zeros(1000, np.uint8)
     with bridge.register(array) as plain, bridge.register(show(array)) as shown:
-        assert shown.held is plain.held
+        assert shown.shared is plain.shared
         memoryview(shown.region)[3:5] = b"ab"
         assert bytes(array[3:5]) == b"ab"
 
@@ -295,13 +295,13 @@ def test_a_bridge_that_is_closed_lets_go_of_what_it_held(bridge):
     array = np.zeros(1000, np.uint8)
     with bridges.acquire() as second:
         held = [second.register(array), second.register(array, "local"), bridge.register(array)]
-    assert held[0].held is held[2].held
-    assert held[2].held.holders == 1
+    assert held[0].shared is held[2].shared
+    assert held[2].shared.holders == 1
     assert not held[2].region.closed
     with pytest.raises(aiote.ClosedError):
         assert held[0].region
     held[0].close()
-    assert held[2].held.holders == 1
+    assert held[2].shared.holders == 1
     held[2].close()
 
 
@@ -320,7 +320,7 @@ def test_many_threads_that_hold_the_same_memory_share_one_registration(bridge):
             else:
                 array = rng.choice(arrays)
                 mine.append(bridge.register(array, rng.choice(["local", "read-write"])))
-                assert mine[-1].held.key[0] == array.ctypes.data
+                assert mine[-1].shared.key[0] == array.ctypes.data
             assert not any(each.region.closed for each in mine)
         for each in mine:
             each.close()
@@ -353,8 +353,8 @@ def test_memory_that_takes_long_to_pin_is_pinned_once_and_holds_up_nobody(bridge
         assert bridge.call(value(1)) == 1
         device.end()
         found = [each.result(PATIENCE_S) for each in registering]
-    assert len({one.held for one in found}) == 1
-    assert found[0].held.holders == 4
+    assert len({one.shared for one in found}) == 1
+    assert found[0].shared.holders == 4
     for one in found:
         one.close()
 
@@ -370,7 +370,7 @@ def test_a_pinning_that_fails_leaves_nothing_behind(bridge):
     with pytest.raises(aiote.FabricError):
         bridge.register(array)
     with bridge.register(array) as registration:
-        assert registration.held.holders == 1
+        assert registration.shared.holders == 1
 
 
 def test_an_interrupted_registration_is_taken_back(bridge):
@@ -387,4 +387,4 @@ def test_an_interrupted_registration_is_taken_back(bridge):
     assert futures.wait([call], PATIENCE_S).done
     assert call.cancelled()
     with bridge.register(array) as registration:
-        assert registration.held.holders == 1
+        assert registration.shared.holders == 1

@@ -90,7 +90,7 @@ async def test_a_handover_that_nobody_takes_is_closed():
 
 @pytest.mark.parametrize("address", [b"", b"x" * 16, bytes(16) + b"\0dbus", bytes(16) + b"/run/systemd/notify"])
 def test_nothing_is_sent_to_what_is_no_wakeup_socket(address):
-    with pytest.raises(ValueError, match="no address of a wake-up socket"):
+    with pytest.raises(ValueError, match="not the address of a wake-up socket"):
         hand_over(address, [], b"")
 
 

@@ -221,5 +221,5 @@ def test_a_clock_that_goes_back_is_held() -> None:
     ("interval", "limit"), [(0, 1), (-1, 1), (1, 1), (2, 1), (math.nan, 1), (1, math.nan), (1, math.inf)]
 )
 def test_senseless_times_are_refused(interval: float, limit: float) -> None:
-    with pytest.raises(UsageError, match="0 < interval < limit"):
+    with pytest.raises(UsageError, match="expected 0 < interval < limit"):
         HeartbeatClock(interval, limit)

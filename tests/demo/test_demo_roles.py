@@ -152,7 +152,7 @@ async def test_a_decoder_frees_the_pages_when_the_prefiller_is_lost():
                     group.start_soon(ask)
                     async with doomed.offer("r", tokens=len(PROMPT), rows=rows(0)) as offered:
                         while not offered.active:
-                            await offered.signal.wait()
+                            await offered.changed.wait()
                         engine.abort()
                         offered.stop("it is gone")
         for _ in range(2):

@@ -79,7 +79,7 @@ async def test_hundreds_of_waiting_transfers_that_are_refused_all_fail(provider)
         good = left.submit_send(right.address, b"good")
         await asyncio.wait_for(good, 30)
         for transfer in long:
-            with pytest.raises(aiote.UsageError, match="takes at most"):
+            with pytest.raises(aiote.UsageError, match="accepts at most"):
                 await transfer
         assert (await right.recv()).data == b"good"
 
@@ -199,7 +199,7 @@ async def test_an_await_that_is_resumed_too_early_is_an_error_and_not_the_end():
         transfer = left.submit_write(local, remote)
         steps = transfer.__await__()
         steps.send(None)
-        with pytest.raises(RuntimeError, match="before that was over"):
+        with pytest.raises(RuntimeError, match="resumed the await of a transfer before its end"):
             steps.send(None)
         assert not transfer.done()
         await transfer

@@ -290,9 +290,9 @@ async def test_a_child_of_a_fork_leaves_the_thread_alone():
 
 
 WRONG = {
-    "one uint32": (np.zeros(2, np.uint32), 1, np.zeros(2, np.int64)),
+    "one uint32 at a multiple of 4 bytes": (np.zeros(2, np.uint32), 1, np.zeros(2, np.int64)),
     "one uint32 in memory": ([0], 1, np.zeros(2, np.int64)),
-    "1 numbers for 2": (np.zeros(1, np.uint32), 1, np.zeros(1, np.int64)),
+    "1 numbers: expected one for each of 2": (np.zeros(1, np.uint32), 1, np.zeros(1, np.int64)),
     "multiples of 8": (np.zeros(1, np.uint32), 1, np.zeros(28, np.uint8)[4:20].view(np.int64)),
     "value=-1": (np.zeros(1, np.uint32), -1, np.zeros(2, np.int64)),
     "value=4294967296": (np.zeros(1, np.uint32), 1 << 32, np.zeros(2, np.int64)),

@@ -99,10 +99,10 @@ async def test_a_write_that_starts_the_short_way_is_refused_once_its_lease_is_re
         target = aiote.Pages(remote, [0, 1], PAGE)
         for _ in range(2):
             await holder.write_pages(source, target, 1)
-        assert not remote.memory.held
+        assert not remote.memory.lease_flight
         transfer = holder.submit_write_pages(source, target, 1)
         assert transfer.lease == 1
-        assert list(remote.memory.held) == [transfer]
+        assert list(remote.memory.lease_flight) == [transfer]
         await transfer
         await lease.revoke()
         memory[:] = bytes(2 * PAGE)

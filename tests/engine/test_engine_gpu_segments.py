@@ -148,7 +148,7 @@ async def test_segments_without_descriptors_are_staged_and_their_reach_says_why(
     async with beside(child) as (engine, descriptor):
         source = engine.register(in_segments(filled(SIZE), shareable=False))
         found = source.reach["local"]
-        assert (found.way, "it was not allocated to be shared by descriptors" in found.reason) == ("staged", True)
+        assert (found.way, "it was allocated without POSIX_FILE_DESCRIPTOR handles" in found.reason) == ("staged", True)
         await engine.write_imm(source, engine.attach(bytes.fromhex(descriptor)), IMM)
         await child.ask("wait", imm=IMM, n=1)
         assert await asked(child, "opened") == 0

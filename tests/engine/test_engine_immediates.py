@@ -61,7 +61,7 @@ def test_one_that_was_given_back_comes_again_after_all_others():
         new.add(grants.single())
         assert not new & values
         values |= new
-    assert len(grants._firsts) <= 1
+    assert len(grants._block_starts) <= 1
 
 
 def test_who_was_told_one_block_cannot_tell_the_next():
@@ -123,7 +123,7 @@ async def test_a_block_that_was_dropped_is_given_back():
         engine.reserve_immediates(5)
         gc.collect()
         assert len(engine.reserve_immediates(6)) == 6
-        assert grants._held == 6
+        assert grants._reserved == 6
 
 
 async def test_a_closed_engine_grants_nothing():

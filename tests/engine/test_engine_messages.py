@@ -62,7 +62,7 @@ async def test_the_payload_may_be_changed_at_once():
 async def test_a_message_that_is_too_long_for_its_receiver_is_refused(provider):
     """The receiver's limit counts; told at once if the peer is known, else when it is."""
     async with pair(provider, message_bytes=1000) as (left, right):
-        says = "a message of 1001 bytes, but the peer takes at most 1000 .*write larger data with engine.write"
+        says = "a message of 1001 bytes, but the peer accepts at most 1000 .*write larger data with engine.write"
         with pytest.raises(aiote.UsageError, match=says):
             await left.send(right.address, bytes(1001))
         with pytest.raises(aiote.UsageError, match=says):
@@ -75,7 +75,7 @@ async def test_each_side_is_held_to_the_others_limit_of_a_message():
     async with opened("tcp", message_bytes=100) as small, opened("tcp", message_bytes=5000, message_pool=3) as large:
         await small.send(large.address, bytes(5000))
         assert len((await large.recv()).data) == 5000
-        with pytest.raises(aiote.UsageError, match="takes at most 100"):
+        with pytest.raises(aiote.UsageError, match="accepts at most 100"):
             await large.send(small.address, bytes(101))
         for _ in range(40):
             await large.send(small.address, bytes(100))

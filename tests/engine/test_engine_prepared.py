@@ -288,7 +288,7 @@ WRONG_SCATTERS = {
     "format 'i'": (np.ones(2, np.int32),),
     "format '>q'": (np.ones(2, ">i8"),),
     "got 2 of format": (np.ones((2, 1), np.int64),),
-    "lengths has 3 numbers for 2 targets": (np.ones(3, np.int64),),
+    "lengths has 3 numbers: expected one for each of 2 targets": (np.ones(3, np.int64),),
     "local_offsets has 1 numbers": (np.ones(2, np.int64), np.zeros(1, np.int64)),
     "remote_offsets has 3 numbers": (np.ones(2, np.int64), None, np.zeros(3, np.int64)),
     "write 1: local range 0[+]-1 leaves": (np.array([1, -1]),),
@@ -298,13 +298,13 @@ WRONG_SCATTERS = {
     "write 1: remote range 65537[+]0": (np.zeros(2, np.int64), None, np.array([0, SIZE + 1])),
     "write 1: local range 18446744073709551615[+]1": (np.ones(2, np.int64), np.array([0, 2**64 - 1], np.uint64)),
     "write 1: local range 8[+]18446744073709551612": (np.array([0, 2**64 - 4], np.uint64), np.array([0, 8])),
-    "to.1. is 2, and there are 2": (np.ones(2, np.int64), None, None, None, np.array([0, 2])),
-    "to.0. is -1, and there are 2": (np.ones(1, np.int64), None, None, None, np.array([-1])),
+    "to.1. is 2, expected a target from 0 to 1": (np.ones(2, np.int64), None, None, None, np.array([0, 2])),
+    "to.0. is -1, expected a target from 0 to 1": (np.ones(1, np.int64), None, None, None, np.array([-1])),
     "lengths: MaskedArray has a mask": (np.ma.ones(2, np.int64),),
     "the immediate is 268435456": (np.ones(2, np.int64), None, None, 1 << 28),
     "imm.1. is 268435456, expected from 0": (np.ones(2, np.int64), None, None, np.array([0, 1 << 28])),
     "imm.0. is -1, expected from 0": (np.ones(2, np.int64), None, None, np.array([-1, 3])),
-    "imm has 1 numbers for 2 targets": (np.ones(2, np.int64), None, None, np.array([3])),
+    "imm has 1 numbers: expected one for each of 2 targets": (np.ones(2, np.int64), None, None, np.array([3])),
     "imm: .* of format 'i'": (np.ones(2, np.int64), None, None, np.ones(2, np.int32)),
     "imm: .* got str": (np.ones(2, np.int64), None, None, "7"),
 }
@@ -313,11 +313,11 @@ WRONG_PAGES = {
     "remote_pages: .*format 'i'": (np.zeros(1, np.int64), np.zeros(1, np.int32), None),
     "1 local pages, but 2 remote": (np.zeros(1, np.int64), np.zeros(2, np.int64), np.array([1, 0])),
     "0 local pages, but 1 remote": (None, np.zeros(1, np.int64), np.array([1, 0])),
-    "0 counts for 2 targets": (np.zeros(1, np.int64), np.zeros(1, np.int64), None),
-    "3 counts for 2 targets": (np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([1, 0, 0])),
-    "other than the 2 pages": (np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([1, 2])),
-    "other than the 1 pages": (np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([2, -1])),
-    "local page 1 is 128, and target 1 has pages 0 to 127": (
+    "0 counts: expected one for each of 2 targets": (np.zeros(1, np.int64), np.zeros(1, np.int64), None),
+    "3 counts: expected one for each of 2 targets": (np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([1, 0, 0])),
+    "sum of the counts is not 2": (np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([1, 2])),
+    "sum of the counts is not 1": (np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([2, -1])),
+    "local page 1 is 128, expected 0 to 127 in target 1": (
         np.array([0, 128]),
         np.zeros(2, np.int64),
         np.ones(2, int),
@@ -390,7 +390,7 @@ async def test_wrong_targets_are_refused():
             with pytest.raises(aiote.UsageError, match="page_bytes"):
                 here.hub.prepare_pages(here.group, here.targets, page, src_stride=stride)
         short = here.hub.prepare_pages(here.group, [ScatterTarget(region[:8], remote)], PAGE)
-        with pytest.raises(aiote.UsageError, match="no room for a page"):
+        with pytest.raises(aiote.UsageError, match="too short for a page"):
             short.submit(np.array([0]), np.array([0]))
         same = here.hub.prepare_pages(here.group, here.targets[:1], 8, src_stride=0)
         await same.write(np.array([0, 5]), np.array([0, 1]))

@@ -206,7 +206,7 @@ async def test_a_scatter_is_behind_the_streams_of_every_device(provider):
             launched(one, 7, LATE_US * (1 + device), None, device)
         await left.scatter(group, rows)
         assert all((to == 7).all() for to in targets)
-        with new_stream() as stream, pytest.raises(aiote.UsageError, match="not one of cuda:1"):
+        with new_stream() as stream, pytest.raises(aiote.UsageError, match="does not belong to cuda:1"):
             await left.scatter(group, rows, stream=stream)
 
 
@@ -241,10 +241,10 @@ async def test_a_stream_of_another_device_or_one_that_was_destroyed_is_refused()
     async with gpus("local") as (left, right):
         region, remote = left.register(GpuArray(64)), across(left, right, bytearray(64))
         with new_stream(1) as elsewhere, new_stream() as gone:
-            with pytest.raises(aiote.UsageError, match="is not one of cuda:0"):
+            with pytest.raises(aiote.UsageError, match="does not belong to cuda:0"):
                 await left.write(region, remote, stream=elsewhere)
         needs_standin()
-        with pytest.raises(aiote.UsageError, match="or it was destroyed"):
+        with pytest.raises(aiote.UsageError, match="or was destroyed"):
             await left.write(region, remote, stream=gone)
 
 

@@ -181,13 +181,13 @@ class OnGPU:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (bytearray(3), "watch: a watched value has 1, 2, 4 or 8 bytes, this has 3"),
-        (bytearray(16), "has 1, 2, 4 or 8 bytes, this has 16"),
+        (bytearray(3), "watch: a watched value has 3 bytes, expected 1, 2, 4 or 8"),
+        (bytearray(16), "has 16 bytes, expected 1, 2, 4 or 8"),
         (b"", "watch: .*empty"),
         (5, "watch: int has no memory to lend"),
         (np.zeros(2, np.uint16)[::2], None),
         (np.zeros(4, np.uint8)[::2], "watch: .*not contiguous"),
-        (memoryview(array.array("Q", [0, 0])).cast("B")[1:9], "watch: a watched value must be aligned to its size"),
+        (memoryview(array.array("Q", [0, 0])).cast("B")[1:9], "watch: the watched value is not aligned to its size"),
         (OnGPU(), "watch: the value is in memory of 'cuda', which this process cannot read; use pinned host memory"),
         (ctypes.c_uint64(0), None),
         (b"12345678", None),

@@ -7,7 +7,7 @@ import pytest
 from aiote.service import frames
 from aiote.service.endpoint import CallEndpoint
 from aiote.service.link import Link
-from aiote.service.memory import Lent
+from aiote.service.memory import LentMemory
 from aiote.service.running import Running
 from fuzz_service import METHODS, Say, service, service_seeds, step, steps
 
@@ -55,7 +55,7 @@ def test_memory_that_stays_lent_is_noticed(monkeypatch):
     async def keep(self):
         pass
 
-    monkeypatch.setattr(Lent, "close", keep)
+    monkeypatch.setattr(LentMemory, "close", keep)
     with pytest.raises(TimeoutError):
         service(SEEDS["ask"])
 

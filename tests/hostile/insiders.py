@@ -164,7 +164,7 @@ class Insider:
         if way == "write":
             await self._write(victim)
         elif way == "count":
-            first = self.liar.posting._firsts[victim.rank]
+            first = self.liar.posting._first_immediates[victim.rank]
             await self.liar.engine.write_imm(None, victim.engine.address, first + self.rng.randrange(SLOTS))
         elif way == "wait":
             await late(self.rng)

@@ -44,7 +44,7 @@ async def test_rounds_wait_for_their_ranks_whoever_counts(on_loss):
         victim = groups[0]
         for turn in range(3):
             before = victim.engine.statistics().uninvited
-            for rank, first in victim._immediates.firsts.items():
+            for rank, first in victim._immediates.first_immediates.items():
                 await write(stranger, victim.engine, range(first, first + SLOTS))
                 if on_loss == "mask" and rank != 1:
                     await write(groups[1].engine, victim.engine, range(first, first + SLOTS))

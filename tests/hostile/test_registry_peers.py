@@ -27,7 +27,7 @@ METHOD = "X/1.x"
 
 
 def test_members_are_their_engine_s_whatever_its_sessions_are():
-    table = LeaseTable(roster := Roster(), limit=100, each=5)
+    table = LeaseTable(roster := Roster(), limit=100, owner_limit=5)
 
     def keep(owner: str, session: int, *names: str) -> dict[str, str]:
         return table.keep((owner, session), 1, 1.0, [member(name) for name in names], 0.0, owner)
@@ -116,9 +116,9 @@ def test_a_name_goes_to_an_engine_whose_clock_is_behind_and_not_back_to_an_earli
     assert roster.known["a"].incarnation == 901
     for number in range(20):
         assert keep(10 + number, f"engine {number}", 0) == {}
-    assert len(table._former["a"]) == FORMER
+    assert len(table._former_owners["a"]) == FORMER
     table.expire(1.0)
-    assert not table._former
+    assert not table._former_owners
 
 
 def test_leases_are_postponed_a_few_times_until_they_are_renewed():
@@ -337,4 +337,4 @@ async def test_a_member_that_cannot_be_reached_is_left_alone_for_ever_longer():
             pauses.append(chooser._pauses[address(7, 1)])
         assert [pause / AGAIN_S for pause in pauses] == [2, 4, 8, 16, 32, 64, 64, 64, 64]
         assert pauses[-1] == MOST_AGAIN_S
-        assert address(7, 1) in chooser._again_at
+        assert address(7, 1) in chooser._retry_at

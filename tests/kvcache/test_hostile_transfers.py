@@ -253,7 +253,7 @@ async def test_readers_that_come_and_go_keep_no_pages():
         begun = anyio.current_time()
         async with liar.world.producers[0].offer("r", tokens=TOKENS, rows=here, readers=None, computed=True) as offered:
             group.start_soon(come_and_go)
-        assert (offered.outcome, offered._came > 10) == ("expired", True)
+        assert (offered.outcome, offered._joined > 10) == ("expired", True)
         assert 30 <= anyio.current_time() - begun <= 31
         group.cancel_scope.cancel()
 

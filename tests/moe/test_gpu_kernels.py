@@ -299,8 +299,8 @@ def test_a_round_is_described(place, seed, tokens, top_k, experts, ranks, most, 
     made += [np.zeros(1 + experts + ranks, np.uint32), *np.zeros((3, ranks - 1), np.int64)]
     behind, *given = (place.there(one) for one in (tail, *made))
     numbered = position, copy if by_rank else None
-    bounds, told = device.Bounds(local, me, most, 48, 1000, *limits, 640), device.Told(*given)
-    opened.describe(here, place.there(weights), numbered, counts, bounds, behind, told)
+    bounds, described = device.Bounds(local, me, most, 48, 1000, *limits, 640), device.DescribedRound(*given)
+    opened.describe(here, place.there(weights), numbered, counts, bounds, behind, described)
     kept, mirror, copy_mirror, route, lengths, begins, routed = (place.back(one) for one in given)
     assert kept.tobytes() == weights.tobytes()
     assert mirror.tolist() == at[0].tolist()

@@ -316,11 +316,11 @@ def test_cuda_device_is_asked_of_dlpack(device: tuple[Any, Any], expected: tuple
         ({"data": 4096}, "expected \\(pointer, readonly\\)"),
         ({"data": (4096,)}, "expected \\(pointer, readonly\\)"),
         ({"data": ("0x10", False)}, "expected an integer as the pointer"),
-        ({"data": (-1, False)}, "no 64-bit address"),
-        ({"data": (2**64, False)}, "no 64-bit address"),
+        ({"data": (-1, False)}, "not a 64-bit address"),
+        ({"data": (2**64, False)}, "not a 64-bit address"),
         ({"data": (0, False)}, "null pointer for 48 bytes"),
         ({"data": (None, False)}, "null pointer for 48 bytes"),
-        ({"data": (2**64 - 47, False)}, "past the end of the address space"),
+        ({"data": (2**64 - 47, False)}, "pass the end of the address space"),
     ],
 )
 def test_a_malformed_cuda_interface_is_refused(changes: dict[str, Any], message: str) -> None:

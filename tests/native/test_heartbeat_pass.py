@@ -54,7 +54,7 @@ def test_a_pulse_is_a_heartbeat_clock(calls, told):
 
 @pytest.mark.parametrize(("interval", "limit"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, math.inf), (math.nan, 1.0)])
 def test_times_that_are_none_are_refused(interval, limit):
-    with pytest.raises(ValueError, match="0 < interval < limit expected"):
+    with pytest.raises(ValueError, match="expected 0 < interval < limit"):
         Pulse(interval, limit)
 
 
@@ -123,7 +123,7 @@ def test_what_is_under_way_is_looked_at_until_it_has_been_seen_to_end(pair):
 
 def test_those_without_a_pulse_and_the_attentive_are_called_each_time(pair):
     pulse = followed(pair)
-    pulse.attentive = True
+    pulse.every_check = True
     others = [lambda _now: 0.0, lambda _now: 1.0]
     beats = {others[0]: None, beat: pulse, others[1]: None}
     assert check_pulses(beats, 0.25, EARLY) == ([others[0], beat, others[1]], math.inf)

@@ -64,7 +64,7 @@ def test_an_immediate_counts_for_no_more_than_a_request_has_parts(rails, side, t
 def test_a_count_never_begins_anew():
     """More than can be counted is refused, and what was counted stays."""
     counters = ImmCounters()
-    with pytest.raises(MemoryError, match="more than can be counted"):
+    with pytest.raises(MemoryError, match="the immediate's count is full"):
         for _ in range(6000):
             before = counters.value(IMM)
             counters.arrive(IMM, (1 << 32) - 1)

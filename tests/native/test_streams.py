@@ -394,7 +394,7 @@ def test_addresses_are_parsed_or_refused(address):
     try:
         host, port, token = parse(address)
     except ValueError as error:
-        assert "no address of a TCP endpoint" in str(error)
+        assert "not the address of a TCP endpoint" in str(error)
         return
     assert socket.inet_aton(host)
     assert 0 < port < 65536
@@ -433,7 +433,7 @@ def test_a_ring_of_another_size_is_refused(ends, length):
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 16, 3 << 18, 8 << 20])
 def test_no_ring_of_a_size_that_rings_have_not_is_made(side, nbytes):
-    with pytest.raises(ValueError, match=f"no ring has {nbytes} bytes"):
+    with pytest.raises(ValueError, match=f"a ring of {nbytes} bytes"):
         RingEndpoint(side.rail_set.rails[0].device, nbytes)
 
 

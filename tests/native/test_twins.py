@@ -437,6 +437,6 @@ def test_an_index_of_more_than_64_bits_is_refused(number: int) -> None:
 def test_an_index_is_filled_once() -> None:
     index = PageIndex([1, 2])
     for source in ([3], np.arange(3)):
-        with pytest.raises(RuntimeError, match="filled already"):
+        with pytest.raises(RuntimeError, match="already filled"):
             index.__init__(source)  # type: ignore[misc]
     assert contents(index) == [1, 2]

@@ -52,13 +52,13 @@ async def test_a_waiter_that_was_woken_before_its_await_ends_it_at_once():
 async def test_waking_twice_is_a_mistake_and_through_wake_is_none():
     one = waiter()
     one.set_result(None)
-    with pytest.raises(RuntimeError, match="before"):
+    with pytest.raises(RuntimeError, match="already woken"):
         one.set_result(None)
     wake(one)
 
 
 async def test_asking_for_the_result_too_early_is_an_error():
-    with pytest.raises(RuntimeError, match="nothing has woken it"):
+    with pytest.raises(RuntimeError, match="not woken yet"):
         waiter().result()
 
 

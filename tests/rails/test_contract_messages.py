@@ -58,7 +58,7 @@ def test_messages_arrive_and_are_confirmed(pair: Pair):
 def test_the_longest_and_the_empty_message_arrive_and_a_longer_one_is_refused(pair: Pair):
     payloads = [b"", b"x" * BYTES, b"", b"\0" * BYTES]
     done = [pair.a.send(pair.ab, payload) for payload in payloads]
-    with pytest.raises(ValueError, match=f"{BYTES + 1} bytes, but the peer takes at most {BYTES}"):
+    with pytest.raises(ValueError, match=f"{BYTES + 1} bytes, but the peer accepts at most {BYTES}"):
         pair.a.send(pair.ab, b"x" * (BYTES + 1))
     receive(pair, payloads)
     pair.rails.finish(*done)

@@ -86,7 +86,7 @@ def test_an_endpoint_s_address_is_read_as_it_is_written(host):
     "host", ["::1", "[::1", "::1]", "[10.0.0.5]", "[]", "[x]", "[fe80::zz%eth0]", "a-name", "[[::1]]"]
 )
 def test_an_endpoint_s_address_that_is_none_is_refused(host):
-    with pytest.raises(ValueError, match="is no address of a TCP endpoint"):
+    with pytest.raises(ValueError, match="is not the address of a TCP endpoint"):
         parse(f"aiote-tcp://{host}:7/{TOKEN}".encode())
 
 

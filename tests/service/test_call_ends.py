@@ -70,7 +70,9 @@ async def at_rest(client: Any, server: service.Server) -> None:
     await until(lambda: not server.running)
     for endpoint in (here, there):
         for link in tuple(endpoint._links.values()):
-            await until(lambda link=link: not (link.calls or link.running or link.borrowed.taken_bytes or link._unread))
+            await until(
+                lambda link=link: not (link.calls or link.running or link.borrowed_memory.taken_bytes or link._unread)
+            )
             assert not link.early
             assert not link._early_ends
             await until(lambda link=link: not link._held_bytes)
@@ -78,7 +80,7 @@ async def at_rest(client: Any, server: service.Server) -> None:
                 await until(lambda segment=segment: segment[0]._lengths == [segment[0].nbytes])
     assert here.registrations.in_use == 0
     # No lease but those of the memory that is lent for as long as the peer is there.
-    lent = {region.memory for link in here._links.values() for _, region in link.lent._segments.values()}
+    lent = {region.memory for link in here._links.values() for _, region in link.lent_memory._segments.values()}
     assert set(here.engine._links.leases._live) <= lent
 
 

@@ -19,9 +19,9 @@ from aiote.service.memory import (
     MAX_SEGMENTS,
     SEGMENT_BYTES,
     Allocator,
-    Borrowed,
+    BorrowedMemory,
     Budget,
-    Lent,
+    LentMemory,
     Staging,
 )
 from claims import WRONG, claimed
@@ -101,11 +101,11 @@ def test_greedy_peers_leave_memory_for_others(peers):
 async def test_places_are_given_in_order_and_a_cancelled_wait_passes_its_turn_on():
     async with linked("sim") as (user, owner):
         budget = Budget(4 * FIRST_BYTES, FIRST_BYTES)
-        lent = Lent(owner, current_loop(), next(iter(owner.peers)), budget)
+        lent = LentMemory(owner, current_loop(), next(iter(owner.peers)), budget)
         asked: list[int] = []
         returned: list[int] = []
         peer = await user.connect(owner.address)
-        borrowed = Borrowed(user, current_loop(), peer, asked.append, returned.append)
+        borrowed = BorrowedMemory(user, current_loop(), peer, asked.append, returned.append)
         served: list[int] = []
         places = {}
 
@@ -124,7 +124,7 @@ async def test_places_are_given_in_order_and_a_cancelled_wait_passes_its_turn_on
                     await until(lambda: asked)
                     for number, nbytes in ((2, 4000), (3, 50)):
                         group.start_soon(wait, number, nbytes)
-                        await until(lambda number=number: len(borrowed._line) == number)
+                        await until(lambda number=number: len(borrowed._queue) == number)
                     with pytest.raises(BlockingIOError):
                         await lent.lend(asked.pop())
                     borrowed.granted(0, 0, b"", "no more")
@@ -148,16 +148,16 @@ async def test_places_are_given_in_order_and_a_cancelled_wait_passes_its_turn_on
 @pytest.mark.anyio
 async def test_grants_of_memory_that_was_not_asked_for_are_refused():
     async with linked("sim") as (user, owner), opened("sim") as third:
-        lent = Lent(owner, current_loop(), next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
+        lent = LentMemory(owner, current_loop(), next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
         number, nbytes, descriptor = await lent.lend(100)
         peer = await user.connect(owner.address)
-        borrowed = Borrowed(user, current_loop(), peer, lambda nbytes: None, lambda number: None)
+        borrowed = BorrowedMemory(user, current_loop(), peer, lambda nbytes: None, lambda number: None)
         with pytest.raises(ValueError, match="without a request"):
             borrowed.granted(number, nbytes, descriptor, "")
         foreign = third.register(numpy.zeros(nbytes + 64, numpy.uint8))
         async with anyio.create_task_group() as group:
             group.start_soon(borrowed.place, nbytes + 1)
-            await until(lambda: borrowed._asked)
+            await until(lambda: borrowed._asked_bytes)
             with pytest.raises(ValueError, match="other memory than was requested"):
                 borrowed.granted(number, nbytes, descriptor, "")
             with pytest.raises(ValueError, match="other memory than was requested"):

@@ -102,7 +102,7 @@ class RequestTable:
         self.receiving: set[str] = set()
         self._block_tokens = block_tokens
         self._produces = produces
-        self._told = {"remote_engine_id": engine_id, **settings}
+        self._engine_settings = {"remote_engine_id": engine_id, **settings}
         self._steps = Steps([], [], [])
         self._waiting: dict[str, Remote] = {}
         self._interval, self._renewed_at = interval, 0.0
@@ -205,7 +205,7 @@ class RequestTable:
             "remote_num_tokens": tokens,
             "remote_host": at.host,
             "remote_port": at.port,
-            **self._told,
+            **self._engine_settings,
             # NIXL's connector tells routers by this key that the prompt has to be computed first.
             "transfer_mode": "pull",
             "aiote": {"addresses": self.addresses, "first_tokens": firsts},
