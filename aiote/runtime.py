@@ -131,7 +131,7 @@ class Runtime:
         self.sources.setdefault(source_range, set()).add(key)
         for link in self.core.peers:
             # Use the session (`tag`) and not the connection, because a link that is being joined has no connection yet.
-            if getattr(link.tag, "who", None) == key:
+            if getattr(link.tag, "peer_key", None) == key:
                 source_range.allow(link)
 
     def admit_source(self, key: tuple[bytes, int], link: PeerLink) -> None:

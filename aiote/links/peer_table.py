@@ -190,7 +190,7 @@ class ConnectionTable:
         try:
             await self._run_session(session)
         except SessionOver as over:
-            known = self._connections.get(session.who) if session.who is not None else None
+            known = self._connections.get(session.peer_key) if session.peer_key is not None else None
             if over.busy and known is not None and known is not connection and known.connected:
                 known.reached.add((address.host, address.port))
                 connection.give_way_to(known)

@@ -128,7 +128,7 @@ class Session:
         self.channels: Channels | None = None
         self.admitted = False
         self.committed = False
-        self.who: tuple[bytes, int] | None = None
+        self.peer_key: tuple[bytes, int] | None = None
         self._verdict: SessionOver | None = None
         self._probing = False
         self._void_leases_sent = False
@@ -294,7 +294,7 @@ class Session:
             self._protocol.accept()
             self._control.flush()
         who = await self._expect(Authenticated)
-        self.who = who.identity, who.incarnation
+        self.peer_key = who.identity, who.incarnation
         offer = await self._exchange_offers()
         try:
             connection = self._host.admit(
