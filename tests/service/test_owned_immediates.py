@@ -12,6 +12,7 @@ import pytest
 import aiote
 from aiote.kvcache import Consumer, Producer
 from aiote.moe import MoeConfig, MoeGroup, open_group
+from aiote.moe.wire import SLOTS
 from aiote.transfers import Counters
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
 from engines import opened, until
@@ -114,7 +115,7 @@ async def test_no_two_services_of_an_engine_count_on_one_immediate(opened_on):
         counted = opened_on[hub._counters]
     assert counted[:4] == [counter.imm for counter in own]
     assert [counter.imm for counter in granted] == counted[4:24]
-    # Of groups 5 a lane and epoch, of one that masks 5 a rank; 4 requests of 3 layers; 3 updates.
-    assert len(counted) == 24 + 3 * (5 + 2 * 2 * 5 + 2 * 5) + 4 * MODEL.layers + 3
+    # Of groups SLOTS a lane and epoch, of one that masks SLOTS a rank; 4 requests of 3 layers; 3 updates.
+    assert len(counted) == 24 + 3 * (1 + 2 * 2 + 2) * SLOTS + 4 * MODEL.layers + 3
     assert not [value for value in counted[4:] if value in OWN]
     assert len(set(counted)) == len(counted)
