@@ -240,7 +240,7 @@ async def test_a_long_report_and_its_expiry_let_others_run():
             assert await keeping.keep(1, 1, 600.0, records) == {}
             for session in server._leases._sessions.values():
                 session.deadline = 0.0
-            server._sooner.wake_all()
+            server._earlier_deadline.wake_all()
             await until(lambda: not server.members() and not known)
             group.cancel_scope.cancel()
     assert sum(grown.values()) == 2 * MEMBERS_EACH

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -179,11 +179,20 @@ def test_variables_that_name_a_repository_do_not_move_main(toy):
     assert toy.main == before
 
 
+@pytest.fixture
+def without_nohup() -> Iterator[None]:
+    """Let children end by SIGHUP, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def alive(mark: Path) -> list[int]:
     """Return the processes that wrote their numbers into a file and still run."""
     return [number for number in map(int, mark.read_text().split()) if Path(f"/proc/{number}").exists()]
 
 
+@pytest.mark.usefixtures("without_nohup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_landing_leaves_nothing_behind(toy, tmp_path, number):
     """Neither the clone nor a process, be it one that ignores what is polite or has a session of its own."""

@@ -246,7 +246,7 @@ MEETINGS = {
     **{how: f"rank 1 lent something else than an inbox of its own: .*{text}" for how, text in WRONG.items()},
     "revoked": "rank 1 lent something else than an inbox of its own: .*has revoked its lease",
     "a part too few": r"rank 1 lent something else than an inbox of its own: expected \d descriptors, got \d",
-    "beyond 28 bits": "immediates from 0xffffff8 on, 5 for each of 2 lanes, pass 28 bits",
+    "beyond 28 bits": "immediates from 0xffffff8 on, 9 for each of 2 lanes, pass 28 bits",
 }
 
 
