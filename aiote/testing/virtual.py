@@ -4,7 +4,7 @@ It is asyncio's own selector loop, with a selector that never sleeps. When no de
 due, time advances to the next timer or the next event of a simulated network, whichever is first. If there is neither,
 every task waits for an event that cannot come; the loop then raises StandstillError at once.
 
-While a thread of the executor works, the loop waits in real time, and virtual time stands still.
+While a thread of the executor or of `anyio.to_thread` works, the loop waits in real time: virtual time stands still.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import selectors
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import anyio.to_thread
 
 from ..rails.sim import World
 from .streams import MemoryServer, MemorySocket, Ports
@@ -70,6 +72,13 @@ class VirtualSelector(selectors.BaseSelector):
         return ready
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual time. Simulated networks can be attached to its time; TCP connections are in memory.
 
@@ -113,6 +122,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if not world.closed:
                 world.advance(self._now)
         return True
+
+    def run_forever(self) -> None:
+        """Run as asyncio's loops do, and count the threads of `anyio.to_thread` too, which are not the executor's."""
+        run_sync = anyio.to_thread.run_sync
+
+        async def run_counted(
+            function: Any, *args: Any, limiter: anyio.CapacityLimiter | None = None, **more: Any
+        ) -> Any:
+            if _running_loop() is not self:  # another thread's, perhaps trio's
+                return await run_sync(function, *args, limiter=limiter, **more)
+            # The wait for the limiter takes virtual time: tasks may hold it that have no thread.
+            async with limiter or anyio.to_thread.current_default_thread_limiter():
+                self._jobs += 1
+                try:
+                    return await run_sync(function, *args, limiter=anyio.CapacityLimiter(1), **more)
+                finally:
+                    self._jobs -= 1
+
+        anyio.to_thread.run_sync = run_counted  # type: ignore[assignment]
+        try:
+            super().run_forever()
+        finally:
+            anyio.to_thread.run_sync = run_sync
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         future = super().run_in_executor(executor, func, *args)

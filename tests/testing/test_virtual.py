@@ -9,6 +9,7 @@ import socket
 import time
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from aiote.errors import UsageError
@@ -114,6 +115,26 @@ def test_a_thread_takes_its_time_and_virtual_time_none():
         return loop.time()
 
     assert virtual(main()) == 0
+
+
+@pytest.mark.blocking_allowed("a thread sleeps")
+def test_a_thread_of_anyio_takes_virtual_time_only_to_wait_for_its_limiter():
+    run_sync = anyio.to_thread.run_sync
+
+    async def main() -> tuple[float, float]:
+        loop, limiter = asyncio.get_running_loop(), anyio.CapacityLimiter(1)
+        ticking = asyncio.ensure_future(asyncio.sleep(1000))
+        await anyio.to_thread.run_sync(time.sleep, 0.2)
+        at_once = loop.time()
+        async with limiter:
+            waiting = asyncio.ensure_future(anyio.to_thread.run_sync(time.sleep, 0.2, limiter=limiter))
+            await asyncio.sleep(5)
+        await waiting
+        ticking.cancel()
+        return at_once, loop.time()
+
+    assert virtual(main()) == (0, 5)
+    assert anyio.to_thread.run_sync is run_sync
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
