@@ -270,24 +270,13 @@ CHECKS: tuple[tuple[str, str, Callable[[Nics, Sizes], float], Callable[[Nics, Si
 )
 
 
-def checked(nics: Nics, several: Sequence[Sizes]) -> Iterator[Row]:
+def checked(nics: Nics, options: argparse.Namespace) -> Iterator[Row]:
     """Plan and run each service, once for each of its sizes."""
+    first = Sizes(options.runs, options.layers, options.tokens[0], options.rows[0], options.batch[0])
     for what, field, planned, measured in CHECKS:
-        for number in dict.fromkeys(getattr(sizes, field) for sizes in several):
-            sizes = several[0]._replace(**{field: number})
+        for number in getattr(options, field):
+            sizes = first._replace(**{field: number})
             yield Row(what.format(number), planned(nics, sizes), anyio.run(measured, nics, sizes))
-
-
-def sizes_of(options: argparse.Namespace) -> list[Sizes]:
-    """Return the sizes that the options name; the shorter lists end with their last number. Raises ValueError."""
-    lists = [options.tokens, options.rows, options.batch]
-    several = [
-        Sizes(options.runs, options.layers, *(each[min(number, len(each) - 1)] for each in lists))
-        for number in range(max(map(len, lists)))
-    ]
-    if min(map(min, several)) < 1 or any(sizes.rows % TRAINERS for sizes in several):
-        raise ValueError(f"every number: expected 1 or more; --rows: a multiple of {TRAINERS}")
-    return several
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -301,13 +290,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, several in (("tokens", [256, 8192]), ("rows", [2048, 65536]), ("batch", [128, 4096])):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=several)
     options = parser.parse_args(arguments)
+    least = min(options.runs, options.layers, *options.tokens, *options.rows, *options.batch)
+    if least < 1 or any(rows % TRAINERS for rows in options.rows):
+        parser.error(f"every number: expected 1 or more; --rows: a multiple of {TRAINERS}")
     try:
-        sizes = sizes_of(options)
         with tempfile.TemporaryDirectory() as folder:
             nics = nics_of(options.nics) if options.nics else benched(Path(folder), options.seconds, 5)
-    except (aiote.UsageError, ValueError) as error:
+    except aiote.UsageError as error:
         parser.error(str(error))
-    model, rows = nics.model, list(checked(nics, sizes))
+    model, rows = nics.model, list(checked(nics, options))
     print(f"`{PROVIDER}` as a NIC: {model.gbps:.4g} Gbit/s, {model.operation_us:.3g} us an operation, "
           f"{model.latency_us:.3g} us one way; no number for Python\n")  # fmt: skip
     print("| Service | Planned, ms | Measured, ms | Error of the plan |\n|---|---|---|---|")

@@ -118,10 +118,16 @@ class LeaseTable:
             if self._holders.get(name) == key:
                 self._drop(name)
                 yield name, ""
-        for member in members:
-            if self._sessions.get(key) is not session or session.number != number:
+            if not self._is_latest(key, session, number):
                 return
+        for member in members:
             yield member.name, self._enter(key, session, member)
+            if not self._is_latest(key, session, number):
+                return
+
+    def _is_latest(self, key: Hashable, session: _Session, number: int) -> bool:
+        """Return whether a session has neither ended nor made a report after the one of this number."""
+        return self._sessions.get(key) is session and session.number == number
 
     def _enter(self, key: Hashable, session: _Session, member: Member) -> str:
         """Register a member, or update it; return why it is refused, or an empty text."""

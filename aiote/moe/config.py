@@ -226,10 +226,10 @@ class Sizes:
         config = self.config
         self.answers = self.sent if config.reduce == "expert" else config.tokens * config.top_k
         # With on_loss="mask" each rank has slots of its own for everything that it writes, including its answers.
-        self.slots_per_rank = config.on_loss == "mask"
+        self.has_own_slots = config.on_loss == "mask"
         of_rank = config.tokens if config.reduce == "expert" else config.tokens * min(config.top_k, self.local)
         self.answers_of_rank = min(self.answers, of_rank)
-        self.answer_lines = self.ranks * self.answers_of_rank if self.slots_per_rank else self.answers
+        self.answer_lines = self.ranks * self.answers_of_rank if self.has_own_slots else self.answers
 
     def for_ranks(self, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows for each rank (ranks,), from the rows for each expert (experts,)."""

@@ -177,8 +177,8 @@ class Lane:
         """Wait as `LaneCounters.wait` does, in the current round, and return the ranks that have come.
 
         Counts the seconds of the wait, and those in which one rank's route alone was missing. Loses the ranks that have
-        not come, or that counted too many writes, in this round or the last: a rank that sends the route of a round has
-        ended the one before, so all its writes of that one are counted when the route comes.
+        not come, or that counted too many writes in this round or the last. A rank sends the route of a round when its
+        writes of the last one have completed, so the last round's counts are all there when the routes are.
         """
         started = since = anyio.current_time()
         counted, parity, number = self.group.counted, self.state.parity, self.state.number

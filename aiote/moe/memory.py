@@ -68,7 +68,7 @@ class LaneMap:
     def parts(self, rank: int) -> list[slice]:
         """Return the parts of another's inbox that a rank may write to, in order, and as few of them as possible."""
         sizes, lanes = self._sizes, self._sizes.config.lanes
-        if not sizes.slots_per_rank:
+        if not sizes.has_own_slots:
             return [slice(0, self.inbox * lanes)]
         rows, answers = sizes.private * sizes.row, sizes.answers_of_rank * sizes.y_row
         own = (

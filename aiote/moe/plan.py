@@ -47,7 +47,7 @@ class RoundPlan:
         self.kept_rows: Ints
         """Rows for each (source, target) that are not dropped."""
         self._lay_out(counts)
-        if sizes.slots_per_rank:
+        if sizes.has_own_slots:
             self.answer = np.broadcast_to(np.arange(sizes.ranks) * sizes.answers_of_rank, self.sent.shape)
 
     def _lay_out(self, counts: Counts) -> None:
@@ -197,7 +197,7 @@ class RoundPlan:
     def answers_at(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the place of the answer to each of this rank's rows, or copies; -1 where `position` is -1 (no row)."""
         at, me = position.copy(), self.me
-        if self.sizes.slots_per_rank:
+        if self.sizes.has_own_slots:
             first = np.cumsum(self.returned[me]) - self.returned[me]
             real = at >= 0
             rank = np.searchsorted(first, at[real], side="right") - 1

@@ -12,9 +12,9 @@ A round goes through its phases in order, on every rank alike:
 No barrier is needed. A rank sends the route of round r + 1 only after it has ended round r. Therefore a rank that has
 all routes of r + 1 knows that every rank has ended r, and may write anywhere. A rank that sent rows to a peer in r has
 the peer's answer at the end of r, which shows that the peer has read them. A peer that owes a rank no answer may be one
-round ahead of it, never two. Therefore the slots of routes are double, by the parity of the round, and there are
-three sets of counters: those of this round, of a peer that is one ahead, and of the last, where nothing may come any
-more (`Lane.wait`).
+round ahead of it, never two. Therefore the slots of routes are double, by the parity of the round. Counters are
+threefold: a rank waits on those of its round, a peer that is ahead counts on those of the next, and a count on those of
+the last round is one too many (`Lane.wait`).
 
 A failure in the middle of a round breaks the group on every rank, because the counts of a broken round can no longer be
 interpreted. A reset begins a new epoch with new immediates.

@@ -57,7 +57,7 @@ class IncomingStream(UnderWay):
         super().__init__(link)
         self._method = method
         self._frames: dict[int, list[Any]] = {}
-        self._decoding: dict[int, Items] = {}
+        self._decoding: dict[int, tuple[Items, int]] = {}
         self._ready: deque[Any] = deque()
         self._received = self._taken = self._credited = self._unread = self._largest = self._unfolded = 0
         self._waiter: Waiter | None = None
@@ -91,7 +91,7 @@ class IncomingStream(UnderWay):
             return
         sizes = self._count(frame, limits.stream_bytes)
         if len(frame.bodies) == 1 and takes_long(frame.bodies[0], frame.pieces, frame.outside):
-            self._decoding[frame.first] = frame
+            self._decoding[frame.first] = frame, sizes[0]
             if len(self._decoding) == 1:
                 self._decode_next()
             return
@@ -120,13 +120,12 @@ class IncomingStream(UnderWay):
 
     def _decode_next(self) -> None:
         if self._decoding:
-            frame = next(iter(self._decoding.values()))
-            self.link.endpoint.spawn(self._decode_long, frame, name="aiote service: decode an item")
+            frame, size = next(iter(self._decoding.values()))
+            self.link.endpoint.spawn(self._decode_long, frame, size, name="aiote service: decode an item")
 
-    async def _decode_long(self, frame: Items) -> None:
+    async def _decode_long(self, frame: Items, size: int) -> None:
         """Decode an item in a thread, and take it in a callback of the loop, as any other item."""
-        before, size = self._unfolded, len(frame.bodies[0]) + sum([piece[2] for piece in frame.pieces])
-        objects, item = 0, None
+        before, objects, item = self._unfolded, 0, None
         try:
             if not self.abandoned:
                 body, take = self.link.open_body(frame, frame.bodies[0], self._charge)
@@ -134,6 +133,8 @@ class IncomingStream(UnderWay):
                 item = await self.link.endpoint.decode(self._method.read_result, body, take)
         except (ValueError, KeyError) as error:
             item = self._wrong(error)
+        except Exception as error:  # Of this side, such as no thread left: without an item the reader would wait.
+            item = RemoteError(self._method.name, type(error).__name__, f"an item could not be decoded: {error}")
         self.link.endpoint.loop.call_soon(partial(self._take_decoded, frame, (item, size, objects)))
 
     def _take_decoded(self, frame: Items, item: tuple[Any, int, int]) -> None:

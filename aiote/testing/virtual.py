@@ -13,6 +13,7 @@ import asyncio
 import math
 import selectors
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,11 +73,21 @@ class VirtualSelector(selectors.BaseSelector):
         return ready
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+_run_sync = anyio.to_thread.run_sync
+_RUNNING: list[VirtualLoop] = []
+"""The loops that run, each in a thread of its own; while there are any, `run_counted` replaces anyio's function."""
+_RUNNING_LOCK = threading.Lock()
+
+
+async def run_counted(function: Any, *args: Any, limiter: anyio.CapacityLimiter | None = None, **more: Any) -> Any:
+    """Do as `anyio.to_thread.run_sync`, by `VirtualLoop.run_in_thread` on a virtual loop."""
     try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # trio's
+        loop = None
+    if isinstance(loop, VirtualLoop):
+        return await loop.run_in_thread(function, limiter, *args, **more)
+    return await _run_sync(function, *args, limiter=limiter, **more)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -125,26 +136,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def run_forever(self) -> None:
         """Run as asyncio's loops do, and count the threads of `anyio.to_thread` too, which are not the executor's."""
-        run_sync = anyio.to_thread.run_sync
-
-        async def run_counted(
-            function: Any, *args: Any, limiter: anyio.CapacityLimiter | None = None, **more: Any
-        ) -> Any:
-            if _running_loop() is not self:  # another thread's, perhaps trio's
-                return await run_sync(function, *args, limiter=limiter, **more)
-            # The wait for the limiter takes virtual time: tasks may hold it that have no thread.
-            async with limiter or anyio.to_thread.current_default_thread_limiter():
-                self._jobs += 1
-                try:
-                    return await run_sync(function, *args, limiter=anyio.CapacityLimiter(1), **more)
-                finally:
-                    self._jobs -= 1
-
-        anyio.to_thread.run_sync = run_counted  # type: ignore[assignment]
+        with _RUNNING_LOCK:
+            _RUNNING.append(self)
+            anyio.to_thread.run_sync = run_counted  # type: ignore[assignment]
         try:
             super().run_forever()
         finally:
-            anyio.to_thread.run_sync = run_sync
+            with _RUNNING_LOCK:
+                _RUNNING.remove(self)
+                if not _RUNNING:
+                    anyio.to_thread.run_sync = _run_sync
+
+    async def run_in_thread(self, function: Any, limiter: anyio.CapacityLimiter | None, *args: Any, **more: Any) -> Any:
+        """Do as `anyio.to_thread.run_sync`. Time stands still while the thread works, but not in a wait for `limiter`,
+        which a task without a thread may hold.
+        """
+        async with limiter or anyio.to_thread.current_default_thread_limiter():
+            self._jobs += 1
+            try:
+                return await _run_sync(function, *args, limiter=anyio.CapacityLimiter(1), **more)
+            finally:
+                self._jobs -= 1
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         future = super().run_in_executor(executor, func, *args)

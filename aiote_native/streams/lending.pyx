@@ -24,10 +24,10 @@ cdef enum:
     # frames in flight, as over the ring, an H200 copied only 75 GiB/s, because each frame waited until an earlier one
     # was copied, seen to be copied, and acknowledged.
     LENT_WINDOW = 16 << 20
-    # The state of a Told.
+    # The state of an ExportOffer.
     UNSENT = 0
     ASKED = 1       # FRAME_EXPORT was sent
-    OPENED = 2       # the peer has opened the allocation
+    OPENED = 2      # the peer has opened the allocation
     REFUSED = 3     # the peer could not open it
     FORGETTING = 4  # the peer was asked to close it
 

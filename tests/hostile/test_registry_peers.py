@@ -208,6 +208,17 @@ def test_a_name_that_another_takes_while_a_report_pauses_is_not_withdrawn():
     assert list(roster.known) == [other]
 
 
+def test_a_name_that_the_next_report_has_again_is_not_withdrawn_by_one_that_pauses():
+    table = LeaseTable(roster := Roster(), limit=9)
+    both = [member("a"), member("b")]
+    table.keep(1, 1, 1.0, both, 0.0)
+    report = table.report(1, 2, 1.0, set(), [], 0.0)
+    next(report)
+    assert table.keep(1, 3, 1.0, both, 0.0) == {}
+    assert not list(report)
+    assert sorted(roster.known) == ["a", "b"]
+
+
 def test_a_session_that_is_renewed_while_it_expires_keeps_what_it_has():
     table = LeaseTable(roster := Roster(), limit=9)
     table.keep(1, 1, 1.0, [member("a"), member("b")], 0.0)

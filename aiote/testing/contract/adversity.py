@@ -146,12 +146,12 @@ async def pulled_rail(world: EnginePair) -> str:
     number, remote = await world.target(size)
     writer = PartWriter(world, data, source, remote)
     failure: Exception | None = None
-    told = ""
+    how = ""
     async with anyio.create_task_group() as tasks:
         for part in range(1, PARTS):
             tasks.start_soon(writer.keep_writing, part, tasks.cancel_scope)
         try:
-            told = await _lose_a_rail(world, writer)
+            how = await _lose_a_rail(world, writer)
         except Exception as error:  # raised below, because the group would wrap it
             failure = error
             tasks.cancel_scope.cancel()
@@ -167,16 +167,16 @@ async def pulled_rail(world: EnginePair) -> str:
     expect((found == writer.expected).all(), "after a rail was lost, the target has other bytes than the last writes")
     await source.aclose()
     await world.far("release", number)
-    return f"{told}; {writer.count} writes"
+    return f"{how}; {writer.count} writes"
 
 
 async def _lose_a_rail(world: EnginePair, writer: PartWriter) -> str:
-    """Have a rail lost while others write, and write while it is gone and after it came back."""
+    """Lose a rail while others write; write while it is gone and after it came back. Return how it was lost."""
     assert world.pull is not None
     watch = RailWatch(world.left)
     try:
         await writer.write(0, AFTERWARDS)
-        async with world.pull(world) as told:
+        async with world.pull(world) as how:
             world.figures["seconds until the rail was given up"] = await watch.wait(
                 "rail.failed", "the engine did not notice that a rail is lost"
             )
@@ -185,4 +185,4 @@ async def _lose_a_rail(world: EnginePair, writer: PartWriter) -> str:
         await writer.write(0, AFTERWARDS)
     finally:
         watch.stop()
-    return told
+    return how
