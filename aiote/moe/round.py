@@ -466,8 +466,8 @@ class Round:
         needs = {rank: plan.replies(rank) for rank in self._arrived_ranks}
         came = await self._wait("answers", ANSWER, needs)
         await self._lane.wait_sent()
-        # Look at the last round once more: the engine may have polled the NIC of a late write after that of the route.
         for number in (self.number - 1, self.number):
+            # The last round's once more: the engine may have polled the NIC of a late write after that of the route.
             came = self._lane.without_surplus(came, number)
         by_copy = config.reduce == "expert"
         places = plan.answers_at(self._copy if by_copy else self._position)
