@@ -56,7 +56,7 @@ class PageRow:
 
 
 MOST_PIECES = 1 << 22
-"""The most pieces of a layer of a request. Each piece takes 16 bytes of offsets while it is in flight."""
+"""The most pieces of a layer of a request. `moving.MOST_AT_ONCE` of them are computed and submitted at a time."""
 NO_PAGES = PageRow(np.empty(0, np.int64))
 
 
@@ -84,6 +84,11 @@ class Pattern(NamedTuple):
     axes: tuple[Axis, ...]
     source: Grid
     target: Grid
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces of a unit."""
+        return math.prod(axis.times for axis in self.axes)
 
     def offsets(self, source: PageRow, target: PageRow, span: range) -> tuple[Offsets, Offsets]:
         """Return the byte offsets of the pieces of the units `span` on either side, from the beginning of page 0."""
@@ -180,7 +185,7 @@ class CacheMap:
         for pairs in together.values():
             self.moves[pairs[0][1].layer].extend(self._moves(pairs))
         self.pieces = {
-            layer: tuple((move.pattern.group, math.prod(axis.times for axis in move.pattern.axes)) for move in moves)
+            layer: tuple((move.pattern.group, move.pattern.pieces) for move in moves)
             for layer, moves in self.moves.items()
         }
 

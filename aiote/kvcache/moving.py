@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 
 import aiote
@@ -28,6 +29,15 @@ __all__ = [
 ]
 
 Rows = dict[int, PageRow]
+
+MOST_AT_ONCE = 1 << 14
+"""A transfer moves this many pieces, or one unit if that has more. The other rank's layout decides how many pieces a
+layer has (up to MOST_PIECES), so both the time of a turn of the loop and the offsets in flight are bounded by this: a
+piece takes about 20 ns to compute, and 16 bytes.
+"""
+MOST_KEPT = 1 << 18
+"""How many pieces of a request keep their offsets for the layers that move alike; others are computed for each layer.
+"""
 
 
 def check_rows(spec: CacheSpec, rows: Rows) -> None:
@@ -84,23 +94,32 @@ class PagedMoves:
         self._memories = sources, targets
         self._rows = source_rows, target_rows
         self._known: dict[tuple[Pattern, int, int, range], tuple[aiote.Pages, aiote.Pages]] = {}
+        self._kept = 0
 
     def replace_sources(self, rows: Rows) -> None:
         """Use other pages of the source from now on."""
         self._rows = rows, self._rows[1]
         self._known.clear()
+        self._kept = 0
 
     def layer(self, layer: int, spans: dict[int, range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
         """Yield the source and target pages of a layer for the units `spans` of each group. Raises UsageError."""
         for move in self.map.moves[layer]:
-            span = spans.get(move.pattern.group)
-            if not span:
-                continue
-            key = move.pattern, move.source_memory, move.target_memory, span
-            if key not in self._known:
-                self._known[key] = self._pages(*key)
-            source, target = self._known[key]
-            yield source.at(move.source_offset), target.at(move.target_offset)
+            span = spans.get(move.pattern.group, range(0))
+            step = max(1, MOST_AT_ONCE // move.pattern.pieces)
+            for first in range(span.start, span.stop, step):
+                units = range(first, min(first + step, span.stop))
+                source, target = self._known_pages((move.pattern, move.source_memory, move.target_memory, units))
+                yield source.at(move.source_offset), target.at(move.target_offset)
+
+    def _known_pages(self, key: tuple[Pattern, int, int, range]) -> tuple[aiote.Pages, aiote.Pages]:
+        found = self._known.get(key)
+        if found is None:
+            found = self._pages(*key)
+            if self._kept + len(found[0]) <= MOST_KEPT:
+                self._kept += len(found[0])
+                self._known[key] = found
+        return found
 
     def _pages(self, pattern: Pattern, source: int, target: int, span: range) -> tuple[aiote.Pages, aiote.Pages]:
         here, there = (rows[pattern.group] for rows in self._rows)
@@ -156,6 +175,7 @@ class TransferBatch:
         self._counted = 0, 0
         self._failed: deque[aiote.Transfer] = deque()
         self._flight = aiote.Flight(self._record_change)
+        self._pieces = 0  # of the transfers that were started in this turn of the loop, or in earlier ones
 
     def _record_change(self, failed: aiote.Transfer | None) -> None:
         if failed is not None:
@@ -189,19 +209,29 @@ class TransferBatch:
 
     @property
     def has_room(self) -> bool:
-        """Whether the peer has room for another transfer; if not, the caller awaits `room`."""
-        return self._peer.has_room
+        """Whether another transfer may start now; if not, the caller awaits `room`."""
+        return self._pieces < MOST_AT_ONCE and self._peer.has_room
 
     async def room(self) -> None:
-        """Wait until the peer has room. Raises PeerError."""
+        """Wait until the peer has room, and let other tasks run first. Raises PeerError."""
+        self._pieces = 0
+        await anyio.lowlevel.checkpoint()
         await self._engine.room(self._peer)
 
-    def submit(self, start: Callable[..., aiote.Transfer], *arguments: Any, **more: Any) -> None:
-        """Start a transfer; the caller has made sure of room. Raises PeerError once the peer is lost."""
+    def submit(
+        self,
+        start: Callable[..., aiote.Transfer],
+        source: aiote.Pages,
+        target: aiote.Pages,
+        *arguments: Any,
+        **more: Any,
+    ) -> None:
+        """Start a paged transfer; the caller has made sure of room. Raises PeerError once the peer is lost."""
         if self._peer.lost:
             # A transfer started now would use the next connection, and the peer relies on this not happening.
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
-        transfer = start(*arguments, **more)
+        self._pieces += len(source)
+        transfer = start(source, target, *arguments, **more)
         if self._traffic is not None and not self._flight:
             self._traffic.record_begin()
         transfer.join(self._flight)

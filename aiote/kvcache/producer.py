@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Producer"]
 
+FEW_PAGES = 1 << 14
+"""Requests with more pages are checked in a thread; sorting this many takes about 1 ms."""
 MOST_SESSIONS = 16
 """The most sessions of one peer. A decode rank opens one for each cache, group and way of moving (push or pull);
 beyond that, the producer drops the session that was unused for the longest time."""
@@ -221,7 +223,7 @@ class Producer:
         offer.join(session, session.map.part.ranks)
         failure = "it was cancelled"
         try:
-            await self._reader(session, offer, fetch).run(self.engine)
+            await (await self._reader(session, offer, fetch)).run(self.engine)
             failure = ""
         except aiote.AioteError as error:
             failure = str(error)
@@ -229,10 +231,13 @@ class Producer:
         finally:
             offer.remove_reader(session, failure)
 
-    def _reader(self, session: DecodeSession, offer: Offer, fetch: PushRequest) -> Push:
+    async def _reader(self, session: DecodeSession, offer: Offer, fetch: PushRequest) -> Push:
         """Return the `Push` that writes for a decode rank. Raises UsageError or TransferRefused if it does not fit."""
         rows = rows_of(fetch.rows)
-        check_target(session.map.part, rows, fetch.tokens)
+        if sum(len(row.pages) for row in rows.values()) <= FEW_PAGES:
+            check_target(session.map.part, rows, fetch.tokens)
+        else:
+            await CallEndpoint.of(self.engine).in_thread(check_target, session.map.part, rows, fetch.tokens)
         session.map.counts(rows, fetch.tokens)
         if fetch.tokens > offer.tokens:
             raise TransferRefused(

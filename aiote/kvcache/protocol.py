@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 import aiote
 
 from .. import service
-from .mapping import MappingError, PageRow
+from .mapping import MOST_PIECES, MappingError, PageRow
 from .tensors import MAX_GROUPS, MAX_MEMORIES, MAX_TENSORS, CacheSpec
 
 __all__ = [
@@ -179,7 +179,11 @@ class Transfers(service.Service):
 
 
 def rows_of(rows: dict[int, SentPageRow]) -> dict[int, PageRow]:
-    """Return the page rows of a received message. Raises UsageError for anything that is not a row."""
+    """Return the page rows of a received message. Raises UsageError for anything that is not a row, and for more pages
+    than the pieces that a layer may have.
+    """
+    if (pages := sum(row.pages.size for row in rows.values())) > MOST_PIECES:
+        raise aiote.UsageError(f"a request with {pages} pages: expected at most {MOST_PIECES}")
     return {group: PageRow(row.pages, row.start) for group, row in rows.items()}
 
 

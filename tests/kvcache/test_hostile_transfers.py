@@ -14,6 +14,7 @@ import pytest
 
 import aiote
 from aiote import service
+from aiote.kvcache import protocol
 from aiote.kvcache.mapping import MappingError
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import MOST_SESSIONS
@@ -134,10 +135,12 @@ async def test_memory_that_is_not_the_callers_own_is_not_written_to():
         {"rows": {0: SentPageRow(np.array([1 << 62]), 0)}},
         {"rows": {0: SentPageRow(np.zeros((2, 2), np.int64), 0)}},
         {"rows": {0: SentPageRow(np.array([1, 2, 3, 12]), 0)}},
-        {"rows": {0: SentPageRow(np.arange(1 << 20), 0)}, "tokens": 1 << 39},
+        {"rows": {0: SentPageRow(np.arange(1 << 19), 0)}, "tokens": 1 << 39},
+        {"rows": {0: SentPageRow(np.arange((1 << 19) + 1), 0)}},
     ],
 )
-async def test_a_request_that_does_not_fit_is_refused(lies):
+async def test_a_request_that_does_not_fit_is_refused(monkeypatch, lies):
+    monkeypatch.setattr(protocol, "MOST_PIECES", 1 << 19)
     async with lying() as liar, anyio.create_task_group() as group:
         here, _ = liar.world.rows(TOKENS)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import anyio
 import pytest
 
+from aiote.aio import current_loop
+from aiote.kvcache import moving, producer
+from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import Producer
 from kv_worlds import BEFORE, decode, prefill, world
 from mapped_caches import Side, expected, fill, same
@@ -49,3 +54,38 @@ async def test_a_request_arrives_byte_by_byte_and_nothing_else(provider, reads, 
         assert outcomes == ["moved"] * len(w.producers)
         for cache in right.caches:
             assert same(cache, expected(cache, there, -(-tokens // unit) * unit, BEFORE))
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+@pytest.mark.parametrize("case", ["alike", "hnd to nhd", "smaller pages"])
+async def test_a_layer_of_many_pieces_leaves_the_loop_its_turns(monkeypatch, reads, case):
+    """The peer's layout decides how many pieces a layer has, so they are computed and submitted some at a time."""
+    monkeypatch.setattr(moving, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(moving, "MOST_KEPT", 4)
+    monkeypatch.setattr(producer, "FEW_PAGES", 0)
+    submitted, turn = Counter[tuple[TransferBatch, int]](), 0
+    submit = TransferBatch.submit
+
+    def end_turn() -> None:
+        nonlocal turn
+        turn += 1
+
+    def counted(self, start, source, target, *arguments, **more) -> None:
+        current_loop().call_soon(end_turn)
+        submitted[self, turn] += 1
+        submit(self, start, source, target, *arguments, **more)
+
+    monkeypatch.setattr(TransferBatch, "submit", counted)
+    tokens = 19
+    left, right = of_case(case)
+    async with world("sim", left, right) as w:
+        here, there = w.rows(tokens, skip=1)
+        fill(left, here, tokens)
+        async with anyio.create_task_group() as group:
+            group.start_soon(prefill, w.producers[0], "r", tokens, here, 1)
+            group.start_soon(decode, w, w.consumers[0], "r", tokens, there, reads)
+        assert same(right.caches[0], expected(right.caches[0], there, tokens, BEFORE))
+    # A turn submits until it has three pieces, so at most three transfers.
+    assert len(submitted) > 2
+    assert max(submitted.values()) <= 3
