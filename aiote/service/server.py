@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -191,10 +192,17 @@ class Server:
 
     def _next(self) -> Running | None:
         """Return the next queued call: the first one of the identity with the fewest running calls; None for none."""
-        if not self._queues or len(self._running) >= self.endpoint.limits.calls:
+        if len(self._running) >= self.endpoint.limits.calls:
             return None
-        ready = [queue[0] for queue in self._queues.values() if self._may_start(queue[0].link)]
-        return min(ready, key=lambda running: self._running_of[running.link.identity], default=None)
+        best: Running | None = None
+        fewest = math.inf
+        for identity, queue in self._queues.items():
+            held = self._running_of[identity]
+            if held < fewest and self._may_start(queue[0].link):
+                best, fewest = queue[0], held
+                if held == 0:
+                    break  # none runs fewer, and thousands of identities may wait
+        return best
 
     async def drain(self) -> None:
         """Take no new calls, and wait until the running and queued calls have ended. The caller's scope bounds the
