@@ -77,7 +77,7 @@ async def test_a_layer_of_many_pieces_leaves_the_loop_its_turns(monkeypatch, rea
         submit(self, start, source, target, *arguments, **more)
 
     monkeypatch.setattr(TransferBatch, "submit", counted)
-    tokens = 19
+    tokens = 20
     left, right = of_case(case)
     async with world("sim", left, right) as w:
         here, there = w.rows(tokens, skip=1)
