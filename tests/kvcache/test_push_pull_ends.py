@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import numpy as np
@@ -135,12 +136,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[aiote.Transfer]:
     found: list[aiote.Transfer] = []
     submit = TransferBatch.submit
 
-    def noted(self: TransferBatch, start: Callable[..., aiote.Transfer], *arguments: object) -> None:
-        def run() -> aiote.Transfer:
+    def noted(self: TransferBatch, start: Callable[..., aiote.Transfer], *arguments: Any) -> None:
+        def run(*arguments: Any) -> aiote.Transfer:
             found.append(start(*arguments))
             return found[-1]
 
-        submit(self, run)
+        submit(self, run, *arguments)
 
     monkeypatch.setattr(TransferBatch, "submit", noted)
     return found
@@ -283,14 +284,12 @@ async def test_nothing_of_a_lost_connection_is_started_over_the_next_one():
     async with pair("sim") as (left, right):
         memory = bytearray(8)
         peer = await left.connect(right.address)
-        write = functools.partial(
-            left.submit_write, left.register(b"too late"), left.attach(right.register(memory).descriptor)
-        )
+        here, there = left.register(b"too late"), left.attach(right.register(memory).descriptor)
         batch = TransferBatch(left, peer, LazySignal())
         right.find_peer(left.address).disconnect("enough")
         await peer.wait_closed()
         with pytest.raises(aiote.PeerLostError, match="enough"):
-            await batch.submit(write)
+            batch.submit(left.submit_write_pages, aiote.Pages(here, [0], 8), aiote.Pages(there, [0], 8))
         await batch.drain()
         await anyio.sleep(5)
         assert memory == bytes(8)
