@@ -2,7 +2,7 @@
 
 main is never red, because nothing else moves it. It moves forward only, to the very commit that passed, and only if it
 is still where it was when the run began. The commit that passed last is kept in the repository's git folder, which is
-what `--check` reads.
+what `--check` reads. The tests' reports come back to this checkout's `build/`, so that `make durations` has them.
 
 A landing that is interrupted (Ctrl-C, SIGTERM, a closed terminal) ends every process that the run has started and
 removes its clone. Processes that have left its group or session are found as well, because Linux hands orphans to this
@@ -35,6 +35,7 @@ from typing import NoReturn
 MAIN = "main"
 RECORD = "landed.json"
 LOCK = "landing.lock"
+REPORTS = "build/test-reports"  # what `make durations` reads
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
 POLL_S = 0.2
@@ -259,7 +260,11 @@ def passes(repository: Repository, landing: Landing) -> tuple[bool, list[str]]:
         clone = folder / "clone"
         repository.git("clone", "--quiet", "--no-checkout", str(repository.checkout), str(clone))
         Repository(clone).git("checkout", "--quiet", "-B", MAIN, landing.head)
-        return watched(clone, environment(repository.checkout))
+        passed, told = watched(clone, environment(repository.checkout))
+        if passed and (clone / REPORTS).is_dir():
+            shutil.rmtree(repository.checkout / REPORTS, ignore_errors=True)
+            shutil.copytree(clone / REPORTS, repository.checkout / REPORTS)
+        return passed, told
 
 
 def watched(clone: Path, surroundings: dict[str, str]) -> tuple[bool, list[str]]:

@@ -85,6 +85,16 @@ def test_what_passes_lands(toy):
     assert (status, "yes:" in said) == (0, True), said
 
 
+def test_the_reports_of_what_landed_come_back(toy):
+    toy.commit("mkdir -p build/test-reports; echo new > build/test-reports/one.xml\n")
+    reports = toy.folder / "build" / "test-reports"
+    (toy.folder / ".git" / "info" / "exclude").write_text("build/\n")
+    reports.mkdir(parents=True)
+    (reports / "old.xml").touch()
+    assert toy.land()[0] == 0
+    assert [report.name for report in reports.iterdir()] == ["one.xml"]
+
+
 def test_what_fails_stays_where_it_was(toy):
     before = toy.main
     toy.commit("echo FAILED tests/test_it.py::test_one; echo much more; exit 2\n")
