@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 
 import aiote
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Producer"]
 
+ATTACHED = 128
+"""After this many memories are attached, 50 us each, the loop gets its turn."""
 FEW_PAGES = 1 << 14
 """Requests with more pages are checked in a thread; sorting this many takes about 1 ms."""
 MOST_SESSIONS = 16
@@ -170,14 +173,7 @@ class Producer:
                 "the decode rank's call does not fit: expected an immediate for each layer and a "
                 "descriptor for each memory"
             )
-        try:
-            # `owner`: the peer must not direct the writes to another engine's memory.
-            targets = [
-                self.engine.attach(descriptor, owner=peer, access="write", nbytes=nbytes) if descriptor else None
-                for descriptor, nbytes in zip(memories, part.memories, strict=False)
-            ]
-        except aiote.UsageError as error:
-            raise TransferRefused(f"{part.name} lends no memory of its cache to write to: {error}") from None
+        targets = await self._attach(peer, part, memories)
         self._forget(peer)
         number = next(self._numbers)
         counted = dict(zip(part.layers, immediates, strict=True))
@@ -195,6 +191,22 @@ class Producer:
             return check_and_map()
         made: CacheMap = await CallEndpoint.of(self.engine).in_thread(check_and_map)
         return made
+
+    async def _attach(
+        self, peer: aiote.Peer, part: CacheSpec, memories: list[bytes]
+    ) -> list[aiote.RemoteRegion | None]:
+        """Return a decode rank's memories, None for one that it does not lend. Raises TransferRefused."""
+        targets: list[aiote.RemoteRegion | None] = []
+        try:
+            for descriptor, nbytes in zip(memories, part.memories, strict=False):
+                if len(targets) % ATTACHED == ATTACHED - 1:
+                    await anyio.lowlevel.checkpoint()
+                # `owner`: the peer must not direct the writes to another engine's memory.
+                lent = self.engine.attach(descriptor, owner=peer, access="write", nbytes=nbytes) if descriptor else None
+                targets.append(lent)
+        except aiote.UsageError as error:
+            raise TransferRefused(f"{part.name} lends no memory of its cache to write to: {error}") from None
+        return targets
 
     def _forget(self, peer: aiote.Peer) -> None:
         """Drop the sessions of lost peers, and the longest unused session of a peer that opens too many."""

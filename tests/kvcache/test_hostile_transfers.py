@@ -14,7 +14,8 @@ import pytest
 
 import aiote
 from aiote import service
-from aiote.kvcache import protocol
+from aiote.aio import current_loop
+from aiote.kvcache import producer, protocol
 from aiote.kvcache.mapping import MappingError
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import MOST_SESSIONS
@@ -55,8 +56,7 @@ class Liar:
 @asynccontextmanager
 async def lying(**limits: float) -> AsyncIterator[Liar]:
     async with world("sim", Side(), Side(), MODEL, **limits) as w, opened("sim") as engine:
-        producer = w.producers[0].engine
-        peer = await engine.connect(producer.address)
+        peer = await engine.connect(w.producers[0].engine.address)
         part = w.right.caches[0].spec
         memory = np.zeros(max(part.memories), np.uint8)
         regions = engine.register(memory, "write"), engine.register(memory, "read")
@@ -122,6 +122,28 @@ async def test_memory_that_is_not_the_callers_own_is_not_written_to():
         with pytest.raises(PARTS, match="a descriptor for each memory"):
             await liar.open(memories=[liar.region.descriptor] * (count + 1))
         await honest(liar.world)
+
+
+@pytest.mark.virtual_time
+async def test_memories_are_attached_some_at_a_time(monkeypatch):
+    """A decode rank may lend a thousand of them, and each takes a while."""
+    monkeypatch.setattr(producer, "ATTACHED", 1)
+    turns, attached, attach = 0, list[int](), aiote.Engine.attach
+
+    def end_turn() -> None:
+        nonlocal turns
+        turns += 1
+
+    def counted(engine: aiote.Engine, *arguments: Any, **more: Any) -> aiote.RemoteRegion:
+        current_loop().call_soon(end_turn)
+        attached.append(turns)
+        return attach(engine, *arguments, **more)
+
+    async with lying() as liar:
+        part = msgspec.structs.replace(liar.part, memories=liar.part.memories * 3)
+        monkeypatch.setattr(aiote.Engine, "attach", counted)
+        await liar.open(part, [liar.region.descriptor] * len(part.memories))
+        assert attached == list(range(len(part.memories)))
 
 
 @pytest.mark.virtual_time
