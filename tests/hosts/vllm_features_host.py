@@ -34,10 +34,12 @@ FAILS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "sparse attention and its indexer": ("sparse", {}, "Sparse Attention is not supported on CPU"),
 }
-WITHOUT: dict[str, tuple[str, dict[str, Any], str]] = {
-    "states (mamba)": ("states", {}, "IndexError: Dimension out of range"),
-    "states beside attention": ("hybrid", {}, "IndexError: Dimension out of range"),
-    "pipeline parallel": ("llama", {"pipeline_parallel_size": 2}, "in step_with_batch_queue"),
+# Of vLLM's libraries for processors, the one that is loaded has no scan, or its scan fails.
+SCAN = ("IndexError: Dimension out of range", "has no attribute 'selective_scan_fwd'")
+WITHOUT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "states (mamba)": ("states", {}, SCAN),
+    "states beside attention": ("hybrid", {}, SCAN),
+    "pipeline parallel": ("llama", {"pipeline_parallel_size": 2}, ("in step_with_batch_queue",)),
 }
 """They fail without a connector, too, at the first prompt."""
 
@@ -100,7 +102,8 @@ def test_what_the_cpu_build_cannot_do(tmp_path, what):
 @pytest.mark.parametrize("what", WITHOUT)
 def test_what_the_cpu_build_cannot_do_without_a_connector_either(tmp_path, what):
     kind, settings, why = WITHOUT[what]
-    assert why in error(tmp_path, kind, None, settings)
+    said = error(tmp_path, kind, None, settings)
+    assert any(one in said for one in why), said
 
 
 def test_a_cache_of_states_is_refused_by_name(tmp_path):

@@ -128,14 +128,14 @@ class Mishaps:
     def note_wanted(self) -> None:
         """Take note of the blocks of requests that are to be received."""
         table = self.scheduler.connector._table
-        take, self.wanted = table.take, dict[str, list[int]]()
+        take, self.wanted = table.take_steps, dict[str, list[int]]()
 
         def taken(now: float) -> Any:
             steps = take(now)
             self.wanted.update({one.remote_request: one.rows[0].blocks for one in steps.wanted if one.rows})
             return steps
 
-        table.take = taken
+        table.take_steps = taken
 
     def heads_received(self, request: str, count: int) -> list[list[int]]:
         """Return the checksums of the heads of the first blocks of a request that has come."""

@@ -217,7 +217,7 @@ class Child(Mishaps):
             return  # the workers are in processes of their own
         self.hold_batches()
         transfers = self.connector()._transfers
-        start, ended, wanted, dropped = transfers.start, transfers.ended, {}, set()
+        start, ended, wanted, dropped = transfers.start, transfers.take_ended, {}, set()
 
         def started(steps: Any) -> None:
             for one in steps.offered:
@@ -235,7 +235,7 @@ class Child(Mishaps):
             self.failed += len(found.failed)
             return found
 
-        transfers.start, transfers.ended = started, over
+        transfers.start, transfers.take_ended = started, over
 
     def sums(self, request: Any) -> dict[int, list[int]]:
         return {
