@@ -95,7 +95,7 @@ test-wheel: test-system  ## build the wheel and test what it installs, far from 
 	@$(READY) dev --install
 	$(BIN)/python tools/test_wheel.py $(ARGS)
 
-test-arm64: test-system  ## run the native tests on the arm64 wheel under qemu-user; ARGS="--again tests/native/test_streams.py"
+test-arm64: test-system  ## run the native tests and the contract suite on the arm64 wheel under qemu-user; ARGS="--again tests/native/test_streams.py"
 	@$(READY) release
 	$(BIN)/python tools/test_arm64.py $(ARGS)
 
@@ -186,7 +186,7 @@ wheel: system  ## build a wheel into dist/
 	find aiote aiote_native -name __pycache__ -prune -exec rm -rf {} +
 	$(WITH) $(BIN)/python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir dist .
 
-wheels: system  ## build the sdist and manylinux wheels for x86-64 and arm64 into dist/; ARGS="--machine x86_64 --kind own"
+wheels: system  ## build the sdist and manylinux wheels, for x86-64 and arm64 and each Python, into dist/; ARGS="--machine x86_64 --python 3.13"
 	@$(READY) release
 	$(BIN)/python tools/wheels.py $(ARGS)
 

@@ -1,8 +1,11 @@
 """Install a wheel where nothing else is, and use it: a root folder with Python alone, no compiler, no RDMA library.
 
 The root is Debian's packages of `python3.N`, its venv and what they depend on, unpacked and entered by chroot in
-namespaces of its own, without a network. pip installs the wheel there from a folder of wheels. Then run `aiote info`,
-`aiote doctor`, `aiote demo kvcache` and the README's first program, the last two over `local` and over `socket`.
+namespaces of its own, without a network. A Python that the host's release lacks is a copy of this machine's, or else
+comes from a later release. pip installs the wheel there from a folder of wheels. Then run `aiote info`, `aiote doctor`,
+`aiote demo kvcache` and the README's first program, the last two over `local` and over `socket`.
+
+A wheel for one Python runs there on this one; a wheel for all Pythons runs on each that can be had.
 """
 
 from __future__ import annotations
@@ -14,13 +17,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import debian_root
+import pythons
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("dash", "coreutils", "libstdc++6")  # the last one for NumPy
+LIBRARIES = ("libpython3-stdlib",)  # for a copied Python: the libraries that Debian's own one needs
+NOT_COPIED = ("include", "site-packages", "test", "tests", "__pycache__", "*.a", "share")
 ABSENT = ("*/libfabric.so*", "*/libibverbs.so*", "usr/bin/cc", "usr/bin/gcc", "usr/bin/*-gcc*", "*/Python.h")
+NOT_RUN = "*** NOT RUN on Python {}, which neither this machine nor Debian has"
 PROVIDERS = ("local", "socket")
 SAID = ["straight into the other side's memory", "thanks"]
 ENTER = """\
@@ -34,14 +42,53 @@ def say(text: str) -> None:
     print(f"--- {text}", flush=True)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where the Python of a root folder comes from: a release of Debian, or a folder of this machine."""
+
+    version: str
+    suite: str | None = None
+    copied: Path | None = None
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        own = (f"python{self.version}", f"python{self.version}-venv")
+        return (*(LIBRARIES if self.copied else own), *TOOLS)
+
+    @property
+    def python(self) -> Path:
+        return (self.copied or Path("/usr")) / "bin" / f"python{self.version}"
+
+    def __str__(self) -> str:
+        of = (
+            "a copy of this machine's" if self.copied else f"Debian's, of {self.suite or 'the release of this machine'}"
+        )
+        return f"Python {self.version}, {of}"
+
+
+def origin(version: str) -> Origin | None:
+    """Return where a Python can be had: in the host's release, on this machine, or in a later release."""
+    machine, packages = os.uname().machine, (f"python{version}", f"python{version}-venv")
+    if debian_root.Apt(debian_root.default_cache(), None, machine).has(packages):
+        return Origin(version)
+    if path := pythons.found().get(version):
+        prefix = Path(pythons.said(path, "import sys; print(sys.base_prefix)"))
+        if prefix != Path("/usr"):
+            return Origin(version, copied=prefix)
+    suite = debian_root.suite_with(packages, machine)
+    return Origin(version, suite) if suite else None
+
+
 class CleanRoot:
     """A root folder that Python runs in, and nothing else of the host's."""
 
-    def __init__(self, folder: Path, version: str, suite: str | None) -> None:
-        self.folder, self.version = folder, version
-        say(f"a root folder with Debian's Python {version}{f' of {suite}' if suite else ''}")
-        packages = (f"python{version}", f"python{version}-venv", *TOOLS)
-        debian_root.unpack(folder, packages, os.uname().machine, suite)
+    def __init__(self, folder: Path, source: Origin) -> None:
+        self.folder, self.source = folder, source
+        say(f"a root folder with {source}")
+        debian_root.unpack(folder, source.packages, os.uname().machine, source.suite)
+        if source.copied:
+            there = folder / source.copied.relative_to("/")
+            shutil.copytree(source.copied, there, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         for name in ("dev", "sys", "proc", "tmp", "wheels"):
             (folder / name).mkdir(exist_ok=True)
         if found := [str(path) for pattern in ABSENT for path in folder.glob(f"**/{pattern}")]:
@@ -68,13 +115,13 @@ class CleanRoot:
         house = self.folder / "wheels"
         shutil.copy(wheel, house)
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--dest", house)
-        number = self.version.replace(".", "")
+        number = self.source.version.replace(".", "")
         platforms = [f"--platform=manylinux_2_{each}_{os.uname().machine}" for each in (28, 27, 17)]
         options = ["--only-binary=:all:", f"--python-version={number}", *platforms, f"--platform={_platform(wheel)}"]
         fetch = [*pip, *options, "--find-links", house, f"aiote[cli] @ {wheel.absolute().as_uri()}"]
         if subprocess.run([str(word) for word in fetch]).returncode:
             raise SystemExit("error: the wheel's dependencies cannot be downloaded")
-        self.run(f"/usr/bin/python{self.version}", "-m", "venv", "/env")
+        self.run(str(self.source.python), "-m", "venv", "/env")
         self.run("/env/bin/pip", "install", "--no-index", "--find-links=/wheels", "aiote[cli]")
 
 
@@ -105,22 +152,37 @@ def prove(clean: CleanRoot) -> None:
         clean.run("/env/bin/aiote", "demo", "kvcache", "--provider", provider)
 
 
-def check(wheel: Path, version: str, suite: str | None = None) -> None:
+def check(wheel: Path, source: Origin) -> None:
     """Install a wheel in a clean root with that Python, and use it."""
     with tempfile.TemporaryDirectory(prefix="aiote-clean-") as folder:
-        clean = CleanRoot(Path(folder), version, suite)
+        clean = CleanRoot(Path(folder), source)
         clean.install(wheel)
         prove(clean)
-    say(f"{wheel.name} works on Debian's Python {version}, without compiler, libfabric and libibverbs")
+
+
+def versions_of(wheel: Path) -> list[str]:
+    """Return the Pythons that a wheel is for, of those that the README names."""
+    minor, abi = re.findall(r"-cp3(\d+)-(\w+)-", wheel.name)[0]
+    known = pythons.named()
+    return known[known.index(f"3.{minor}") :] if abi == "abi3" else [f"3.{minor}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Install a wheel in a clean root and use it.")
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--python", default="3.11", help="which Python (3.11)")
-    parser.add_argument("--suite", help="the release of Debian that has it (this host's)")
+    parser.add_argument("--python", nargs="+", help="on which Pythons (each that the wheel is for)")
+    parser.add_argument("--suite", help="the release of Debian that has them (found out)")
     arguments = parser.parse_args()
-    check(arguments.wheel, arguments.python, arguments.suite)
+    wheel = arguments.wheel
+    became: dict[str, str] = {}
+    for version in arguments.python or versions_of(wheel):
+        source = Origin(version, arguments.suite) if arguments.suite else origin(version)
+        if source:
+            check(wheel, source)
+        became[version] = f"works without compiler, libfabric and libibverbs on {source}" if source else NOT_RUN
+    print(*(f"--- {wheel.name}: {said.format(version)}" for version, said in became.items()), sep="\n", flush=True)
+    if all(said == NOT_RUN for said in became.values()):
+        raise SystemExit("error: it was run on no Python")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+SUITES = ("stable", "testing", "unstable")
 MERGED = ("bin", "lib", "lib64", "sbin")  # links into /usr, made by what is not run here
 
 
@@ -65,6 +66,12 @@ class Apt:
     def get(self, *words: str) -> str:
         return output("apt-get", "-qq", "-y", *self.options, *words)
 
+    def has(self, names: Sequence[str]) -> bool:
+        """Tell whether this release has all these packages."""
+        self.get("update")
+        show = ["apt-cache", *self.options, "show"]
+        return not any(subprocess.run([*show, name], capture_output=True).returncode for name in names)
+
     def packages(self, names: Iterable[str]) -> list[Path]:
         """Download packages with all that they depend on; return their files."""
         archives = self.folder / "cache" / "archives"
@@ -73,6 +80,14 @@ class Apt:
         self.get("update")
         self.get("install", "--download-only", *names)
         return sorted(archives.glob("*.deb"))
+
+
+def suite_with(names: Sequence[str], machine: str) -> str | None:
+    """Return the first release that has all these packages, of the host's own and later ones; None if none has."""
+    for suite in (archive()[1], *SUITES):
+        if Apt(default_cache(), suite, machine).has(names):
+            return suite
+    return None
 
 
 def unpack(folder: Path, names: Iterable[str], machine: str, suite: str | None = None) -> None:

@@ -77,9 +77,7 @@ def links(dist: Path) -> None:
     """Each wheel's tags are true, and it links the C library alone."""
     found = sorted(dist.glob("*.whl"))
     for path in found:
-        machine = "aarch64" if "aarch64" in path.stem else "x86_64"
-        kind = "limited" if "-abi3-" in path.name else "own"
-        if wrong := wheels.complaints(path, machine, kind, wheels.GLIBC):
+        if wrong := wheels.complaints(path, wheels.target_of(path), wheels.GLIBC):
             raise SystemExit("error: " + "\n  ".join(wrong))
         say(f"{path.name}: tags and links are right")
     if not found:
@@ -118,7 +116,7 @@ def chosen(dist: Path) -> Path:
 
 
 def clean(dist: Path) -> None:
-    """Every wheel for this processor works in a root folder that has Python alone."""
+    """Every wheel for this processor works in a root folder that has Python alone, on each Python that it is for."""
     for path in sorted(dist.glob(f"*{os.uname().machine}.whl")):
         run(sys.executable, ROOT / "tools" / "clean_install.py", path)
 

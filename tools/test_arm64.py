@@ -1,4 +1,4 @@
-"""Run the native tests and those of interleavings on the arm64 wheel, by an arm64 Python under qemu-user.
+"""Run the native, contract and interleaving tests on the arm64 wheel, by an arm64 Python under qemu-user.
 
 Python, its headers and the C library are Debian's for arm64, unpacked into a folder; what the tests import comes as
 wheels. qemu-user emulates the processor and hands system calls to this kernel, so it shows that the code compiles,
@@ -39,10 +39,11 @@ NEEDS = (
     "uvloop",
     "Cython>=3.1",
 )
-# What is about a library of this machine's processor, or starts programs by the hundred, stays behind.
-LEFT_OUT = {
-    "test_standin_cuda.py": "its stand-in is one more library to build; it emulates a driver, not a processor",
-}
+# It needs its stand-in built for arm64, which emulates a driver and no processor.
+LEFT_OUT = ("tests/native/test_standin_cuda.py",)
+TESTS = ("tests/native", "tests/rails/test_contract*.py")
+# Rails that need no library of this machine's, and the host's memory.
+CHOSEN = ("-m", "not libfabric or own_rails", "-k", "not gpu")
 WRAPPER = """#!/bin/sh
 preload=$LD_PRELOAD
 unset LD_PRELOAD
@@ -94,7 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Test the arm64 wheel under qemu-user.")
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="where the wheel lies (dist)")
     parser.add_argument("--again", action="store_true", help="keep what was unpacked and installed last time")
-    parser.add_argument("tests", nargs="*", help="for pytest; by default the native tests")
+    parser.add_argument("tests", nargs="*", help="for pytest; by default the native tests and the contract suite")
     arguments = parser.parse_args()
     if shutil.which(QEMU) is None:
         raise SystemExit(f"error: {QEMU} was not found; run: apt-get install qemu-user")
@@ -109,7 +110,9 @@ def main() -> int:
     said = "import platform, aiote_native.core as c; print(platform.machine(), platform.python_version(), c.__file__)"
     run(python, "-P", "-c", said)
     zig = Path(ziglang.__file__).parent / "zig"
-    chosen = arguments.tests or ["tests/native", *(f"--ignore=tests/native/{name}" for name in LEFT_OUT)]
+    os.chdir(FOLDER / "run")
+    every = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern))]
+    chosen = arguments.tests or [*every, *CHOSEN, *(f"--ignore={name}" for name in LEFT_OUT)]
     options = (
         "-q",
         "-p",
@@ -125,7 +128,6 @@ def main() -> int:
         "CC": f"{zig} cc -target aarch64-linux-gnu.2.28 -fno-sanitize=undefined",
         "AIOTE_LIBFABRIC": "/nonexistent/libfabric.so.1",
     }
-    os.chdir(FOLDER / "run")
     return run(python, "-P", "-m", "pytest", *options, *chosen, check=False, **environment)
 
 

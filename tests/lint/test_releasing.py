@@ -1,4 +1,7 @@
-"""What a release is made of: its version is the tag's, the changelog fits it, extensions link the C library alone."""
+"""What a release is made of: its version is the tag's, the changelog fits it, extensions link the C library alone.
+
+And for which Pythons wheels are built, and on which they are run.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ import aiote_native
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tools"))
+import clean_install  # noqa: E402
+import debian_root  # noqa: E402
+import pythons  # noqa: E402
 import release_check  # noqa: E402
 import version  # noqa: E402
 import wheels  # noqa: E402
@@ -96,3 +102,118 @@ def test_every_extension_links_the_c_library_alone():
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", said))
     assert needed
     assert needed <= wheels.NEEDED
+
+
+def test_each_python_gets_a_wheel_of_its_own_beside_the_one_for_all():
+    every = list(wheels.targets(wheels.KINDS, ["3.11", "3.14"], wheels.MACHINES))
+    assert [(target.tag, target.machine) for target in every] == [
+        (tag, machine) for tag in ("cp311-abi3", "cp311-cp311", "cp314-cp314") for machine in ("x86_64", "aarch64")
+    ]
+    assert every[0].suffix == ".abi3.so"
+    assert every[-1].suffix == ".cpython-314-aarch64-linux-gnu.so"
+    (limited,) = wheels.targets(["limited"], ["3.13"], ["x86_64"])
+    assert limited.tag == "cp311-abi3"
+
+
+@pytest.mark.parametrize(
+    ("tags", "complaint"),
+    [
+        ("cp313-cp313-manylinux_2_17_aarch64.manylinux2014_aarch64.manylinux_2_28_aarch64", False),
+        ("cp313-cp313-manylinux_2_34_aarch64", True),
+        ("cp313-cp313-manylinux_2_28_x86_64", True),
+        ("cp312-cp312-manylinux_2_28_aarch64", True),
+        ("cp313-cp313-linux_aarch64", True),
+    ],
+)
+def test_the_tags_of_a_wheel_are_those_that_were_asked_for(tags, complaint):
+    target = wheels.Target("own", "3.13", "aarch64")
+    assert bool(wheels.tag_complaints(Path(f"aiote-0.3.0-{tags}.whl"), target, "2.28")) is complaint
+
+
+def test_a_wheel_s_name_says_what_it_is_for():
+    tags = "manylinux_2_17_x86_64.manylinux_2_28_x86_64.whl"
+    assert wheels.target_of(Path(f"aiote-0.3.0-cp312-cp312-{tags}")) == wheels.Target("own", "3.12", "x86_64")
+    assert wheels.target_of(Path(f"aiote-0.3.0-cp311-abi3-{tags}")) == wheels.Target("limited", "3.11", "x86_64")
+    with pytest.raises(SystemExit, match="other tags"):
+        wheels.target_of(Path(f"aiote-0.3.0-cp312-cp313-{tags}"))
+
+
+def test_a_python_names_what_it_builds_as_the_other_processor_s_does(tmp_path):
+    asked = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'), sysconfig.get_platform())"
+    environment = {**os.environ, **wheels.introspection(tmp_path, "aarch64")}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    own = wheels.Target("own", "{}.{}".format(*sys.version_info), "aarch64")
+    assert done.stdout.split() == [own.suffix, "linux-aarch64"]
+
+
+def test_what_cannot_be_built_is_named(monkeypatch, tmp_path, capsys):
+    built = tmp_path / "build" / "aiote-0.3.0-cp312-cp312-manylinux_2_28_x86_64.whl"
+    built.parent.mkdir()
+    built.touch()
+    given = ["wheels.py", "--kind", "own", "--python", "3.12", "3.14", "--machine", "x86_64"]
+    monkeypatch.setattr(sys, "argv", [*given, "--into", str(tmp_path / "dist")])
+    monkeypatch.setattr(pythons, "with_headers", lambda _versions: {"3.12": "python3.12"})
+    monkeypatch.setattr(wheels, "sdist", lambda _into: None)
+    monkeypatch.setattr(wheels, "run", lambda *_command: "")
+    monkeypatch.setattr(wheels, "wheel", lambda *_arguments: built)
+    monkeypatch.setattr(wheels, "complaints", lambda *_arguments: [])
+    wheels.main()
+    said = capsys.readouterr().out
+    assert f"  {built.name}" in said
+    assert re.findall(r"NOT BUILT: a wheel of its own for Python (\S+),", said) == ["3.14"]
+
+
+@pytest.fixture
+def few_pythons(monkeypatch, tmp_path):
+    """A machine with Python 3.12 and its headers, and 3.13 without; its Debian has 3.11, and a later one 3.14."""
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    includes = {"python3.12": tmp_path / "include", "python3.13": tmp_path / "nowhere"}
+    monkeypatch.setattr(pythons, "found", lambda: {path.removeprefix("python"): path for path in includes})
+    monkeypatch.setattr(
+        pythons, "said", lambda path, asked: str(includes[path]) if "include" in asked else f"/opt/{path}"
+    )
+    monkeypatch.setattr(debian_root, "archive", lambda: ("somewhere", "bookworm"))
+    monkeypatch.setattr(
+        debian_root.Apt, "__init__", lambda self, _cache, suite, _machine: setattr(self, "suite", suite)
+    )
+    there = {"python3.11": {None, "bookworm"}, "python3.14": {"testing", "unstable"}}
+    monkeypatch.setattr(debian_root.Apt, "has", lambda self, names: self.suite in there.get(names[0], ()))
+
+
+@pytest.mark.usefixtures("few_pythons")
+def test_headers_are_this_machine_s_or_debian_s(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        pythons, "unpacked", lambda version: asked.append(version) or {"3.14": "Debian's"}.get(version, "")
+    )
+    found = pythons.with_headers(["3.12", "3.13", "3.14"])
+    assert found == {"3.12": "python3.12", "3.14": "Debian's"}
+    assert asked == ["3.13", "3.14"]
+
+
+@pytest.mark.usefixtures("few_pythons")
+def test_a_python_comes_from_the_first_release_that_has_it(monkeypatch, tmp_path):
+    unpacked = []
+    monkeypatch.setattr(pythons, "FOLDER", tmp_path)
+    monkeypatch.setattr(pythons, "_at_home", lambda *_arguments: None)
+    monkeypatch.setattr(debian_root, "unpack", lambda _folder, names, _machine, suite: unpacked.append((*names, suite)))
+    assert pythons.unpacked("3.14") == str(tmp_path / "3.14" / "usr" / "bin" / "python3.14")
+    assert pythons.unpacked("3.12") == ""
+    assert unpacked == [("python3.14", "libpython3.14-dev", "testing")]
+
+
+@pytest.mark.usefixtures("few_pythons")
+def test_the_python_of_a_clean_root_is_debian_s_or_a_copy():
+    origins = {version: clean_install.origin(version) for version in ("3.11", "3.12", "3.14", "3.15")}
+    assert origins["3.11"] == clean_install.Origin("3.11")
+    assert origins["3.12"] == clean_install.Origin("3.12", copied=Path("/opt/python3.12"))
+    assert origins["3.12"].python == Path("/opt/python3.12/bin/python3.12")
+    assert origins["3.14"] == clean_install.Origin("3.14", "testing")
+    assert origins["3.15"] is None
+
+
+def test_a_wheel_is_run_on_each_python_that_it_is_for():
+    tags = "manylinux_2_28_x86_64.whl"
+    assert clean_install.versions_of(Path(f"aiote-0.3.0-cp311-abi3-{tags}")) == pythons.named()
+    assert clean_install.versions_of(Path(f"aiote-0.3.0-cp313-cp313-{tags}")) == ["3.13"]
