@@ -25,7 +25,7 @@ import pythons
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("dash", "coreutils", "libstdc++6")  # the last one for NumPy
-LIBRARIES = ("libpython3-stdlib",)  # for a copied Python: the libraries that Debian's own one needs
+LIBRARIES = ("libpython3-stdlib", "libexpat1")  # for a copied Python: the libraries that Debian's own one needs
 NOT_COPIED = ("include", "site-packages", "test", "tests", "__pycache__", "*.a", "share")
 ABSENT = ("*/libfabric.so*", "*/libibverbs.so*", "usr/bin/cc", "usr/bin/gcc", "usr/bin/*-gcc*", "*/Python.h")
 NOT_RUN = "*** NOT RUN on Python {}, which neither this machine nor Debian has"

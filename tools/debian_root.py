@@ -7,6 +7,7 @@ archive is the one that the host itself uses, of the host's release or of anothe
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -38,6 +39,9 @@ def archive() -> tuple[str, str]:
     raise SystemExit("error: apt knows no archive of Debian; run apt-get update on a machine with Debian")
 
 
+_updated = set[Path]()
+
+
 class Apt:
     """apt for one release and processor."""
 
@@ -66,18 +70,24 @@ class Apt:
     def get(self, *words: str) -> str:
         return output("apt-get", "-qq", "-y", *self.options, *words)
 
+    def update(self) -> None:
+        """Read the lists of packages, once in each process."""
+        if self.folder not in _updated:
+            self.get("update")
+            _updated.add(self.folder)
+
     def has(self, names: Sequence[str]) -> bool:
         """Tell whether this release has all these packages."""
-        self.get("update")
-        show = ["apt-cache", *self.options, "show"]
-        return not any(subprocess.run([*show, name], capture_output=True).returncode for name in names)
+        self.update()
+        done = subprocess.run(["apt-cache", *self.options, "show", *names], capture_output=True, text=True)
+        return set(re.findall(r"^Package: (\S+)$", done.stdout, re.MULTILINE)) >= set(names)
 
     def packages(self, names: Iterable[str]) -> list[Path]:
         """Download packages with all that they depend on; return their files."""
         archives = self.folder / "cache" / "archives"
         for file in archives.glob("*.deb"):
             file.unlink()  # of another version, or for somebody else
-        self.get("update")
+        self.update()
         self.get("install", "--download-only", *names)
         return sorted(archives.glob("*.deb"))
 
