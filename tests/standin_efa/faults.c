@@ -2,6 +2,8 @@
 #include "standin.h"
 
 #include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/ioctl.h>
 
 #define EXPORTED __attribute__((visibility("default")))
@@ -18,8 +20,14 @@ bool strikes(struct device *device, enum fault fault) {
     return of_1000 && draw(device, 1000) < (uint64_t)of_1000;
 }
 
+enum damage damage;
+
 /* What a process has from its start on. */
 __attribute__((constructor)) static void begin(void) {
+    static const char *const names[] = {"", "short", "twice", "early"};
+    const char *asked = getenv("EFA_STANDIN_DAMAGE");
+    for (int kind = SHORT; asked != NULL && kind <= EARLY; kind++)
+        if (!strcmp(asked, names[kind])) damage = kind;
     for (int nic = 0; nic < NICS; nic++) faults[nic][DUPLICATE] = setting("EFA_STANDIN_DUPLICATE", 0);
 }
 

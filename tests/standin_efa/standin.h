@@ -36,8 +36,9 @@ struct packet {
     uint32_t length, copy; /* copy: the first of two, of which the second counts */
 };
 
-struct out { /* a packet that waits to leave */
+struct out { /* a packet that waits to leave, or one of a damaged device that waits to be placed */
     struct out *next;
+    int64_t due;
     bool copied;
     struct packet head;
     uint8_t payload[];
@@ -117,14 +118,14 @@ struct device {
     struct device *next;
     pthread_mutex_t lock;
     pthread_t thread;
-    int wake, wire, nic; /* wire: what packets leave by, also those of pairs that are destroyed meanwhile */
+    int wake, wire, nic; /* wire: what packets of pairs that are destroyed meanwhile leave by */
     bool ending;
     uint8_t gid[16];
     uint64_t random;
     struct endpoint *endpoints;
     struct memory *memories;
     struct vector *vectors;
-    struct out *out;
+    struct out *out, *late;
     size_t waiting;
 };
 
@@ -132,6 +133,8 @@ struct device {
 enum fault { HOLD, STOP, LOSE, DUPLICATE, HIDE, FAULTS };
 enum counted { DUPLICATED, HELD, LOST, ORPHANED, DISCARDED, OVERFLOWN, NOT_READY_YET, SILENT, COUNTED };
 enum { NICS = 8 };
+enum damage { WHOLE, SHORT, TWICE, EARLY };
+extern enum damage damage; /* of this process from its start on */
 long fault_of(const struct device *device, enum fault fault);
 bool strikes(struct device *device, enum fault fault); /* of 1000 packets so many */
 void count(enum counted what);

@@ -18,6 +18,7 @@
 
 /* prov_errno as EFA's NIC has them, and the errno that libfabric makes of each (prov/efa/src/efa_errno.h, 2.x). */
 enum { BAD_KEY = 7, GONE = 9, NOT_READY = 10, BAD_LENGTH = 11, UNRESPONSIVE = 13, UNKNOWN_PEER = 14 };
+enum { LATE_MS = 50 };
 
 static int errno_of(int status) {
     switch (status) {
@@ -150,6 +151,12 @@ static bool deliver(struct endpoint *self, struct landing *landing) {
     } else if (head->kind == SEND)
         memcpy(receive->buffer, landing->message, head->total);
     complete(self, &what);
+    if (damage == TWICE && head->kind == WRITE && self->count > 0) {
+        what.op_context = self->receives[self->first].context;
+        self->first = (self->first + 1) % RX_DEPTH;
+        self->count--;
+        complete(self, &what);
+    }
     return true;
 }
 
@@ -174,6 +181,35 @@ static struct landing *find_landing(struct endpoint *self, const struct packet *
     return landing;
 }
 
+/* Place the bytes of a piece: of a damaged device not the last one, or only after the count. */
+static void place(struct endpoint *self, const struct packet *head, const uint8_t *payload, uint8_t *to) {
+    struct out *late;
+    if (damage == EARLY && head->kind == WRITE && head->with_data && head->length) {
+        late = calloc(1, sizeof(*late) + head->length);
+        if (late == NULL) abort();
+        *late = (struct out){.next = self->device->late, .due = now_ms() + LATE_MS, .head = *head};
+        memcpy(late->payload, payload, head->length);
+        self->device->late = late;
+    } else if (head->length)
+        memcpy(to + head->offset, payload, head->length - (damage == SHORT && head->kind == WRITE));
+}
+
+/* Place what a damaged device has kept back, unless its memory is gone; tell whether more of it is to come. */
+static bool place_late(struct device *device) {
+    struct out **at = &device->late, *late;
+    while ((late = *at) != NULL) {
+        if (late->due > now_ms()) {
+            at = &late->next;
+            continue;
+        }
+        if (granted(device, &late->head, FI_REMOTE_WRITE) != NULL)
+            memcpy((uint8_t *)(uintptr_t)late->head.address + late->head.offset, late->payload, late->head.length);
+        *at = late->next;
+        free(late);
+    }
+    return device->late != NULL;
+}
+
 static void take_piece(struct endpoint *self, const struct packet *head, const uint8_t *payload) {
     struct landing *landing;
     struct memory *memory = head->kind == WRITE ? granted(self->device, head, FI_REMOTE_WRITE) : NULL;
@@ -195,8 +231,7 @@ static void take_piece(struct endpoint *self, const struct packet *head, const u
         landing->next = self->landings;
         self->landings = landing;
     }
-    if (head->length)
-        memcpy((head->kind == SEND ? landing->message : (uint8_t *)(uintptr_t)head->address) + head->offset, payload, head->length);
+    place(self, head, payload, head->kind == SEND ? landing->message : (uint8_t *)(uintptr_t)head->address);
     landing->done += head->length;
     landing->whole = landing->done >= head->total;
     serve_waiting(self);
@@ -272,7 +307,8 @@ static bool send_one(struct device *device, struct out *out) {
         return true;
     }
     path_of(&out->head.to, &to);
-    sent = sendmsg(device->wire, &message, MSG_DONTWAIT);
+    /* A pair has a socket of its own: what a stopped process does not read must not fill the one that others send by. */
+    sent = sendmsg(self != NULL ? self->socket : device->wire, &message, MSG_DONTWAIT);
     if (sent < 0 && (errno == EAGAIN || errno == ENOBUFS)) return false;
     if (self == NULL && sent >= 0 && out->head.kind <= SEND) count(ORPHANED);
     if (self != NULL && sent < 0 && out->head.kind <= READ) {
@@ -355,7 +391,8 @@ static void *run(void *arg) {
         if (read(device->wake, &value, sizeof(value)) < 0 && errno != EAGAIN) abort();
         if (fault_of(device, STOP)) continue;
         for (struct endpoint *self = device->endpoints; self != NULL; self = self->next) take_all(self);
-        outstanding = end_unanswered(device);
+        outstanding = place_late(device);
+        outstanding |= end_unanswered(device);
         waits = send_all(device);
     }
     pthread_mutex_unlock(&device->lock);
@@ -373,6 +410,14 @@ int device_start(struct device *device) {
     return pthread_create(&device->thread, NULL, run, device) ? -FI_ENOMEM : 0;
 }
 
+static void drop(struct out *first) {
+    while (first != NULL) {
+        struct out *next = first->next;
+        free(first);
+        first = next;
+    }
+}
+
 void device_stop(struct device *device) {
     devices_remove(device);
     pthread_mutex_lock(&device->lock);
@@ -381,11 +426,8 @@ void device_stop(struct device *device) {
     wake(device);
     pthread_join(device->thread, NULL);
     leave_to_network(device);
-    while (device->out != NULL) {
-        struct out *out = device->out;
-        device->out = out->next;
-        free(out);
-    }
+    drop(device->out);
+    drop(device->late);
     close(device->wake);
     close(device->wire);
 }
