@@ -23,6 +23,8 @@ from standin_cuda import adopted, driver, paced, standin_path
 
 FORKS = "ignore:This process (pid=:DeprecationWarning"
 """An option for -W. Since Python 3.12 a fork warns of threads; a test compares what its program writes."""
+UNTRIED = "ignore:provider='efa' was never:RuntimeWarning"
+"""The same for a program that opens an engine on `efa`. Python would drop this if PYTHONWARNINGS had the same text."""
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
 
@@ -32,13 +34,15 @@ LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_timeout": 2.0 
 UNHURRIED = {"heartbeat_timeout": 10.0, "drain_timeout": 10.0}
 """Limits for who is not about them: a machine may stand still for longer than by default."""
 
-each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs"])
-real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "verbs"])
+PROVED = [each for each in ("efa",) if os.environ.get("PROVE_OVER") == each]
+"""What `aiote prove` runs the tests over, unless they run over it anyway."""
+each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs", *PROVED])
+real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "verbs", *PROVED])
 """For what is about other processes or the system's own resources."""
 served_by_process = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket"])
 """For what a stopped process keeps from being done: where there are NICs, its own answers for it."""
 each_memory = pytest.mark.parametrize(
-    "provider", ["tcp", "shm", "local", "socket", "sim", "verbs", "local+cuda", "socket+cuda"]
+    "provider", ["tcp", "shm", "local", "socket", "sim", "verbs", "local+cuda", "socket+cuda", *PROVED]
 )
 """As `each_provider`, and with what is registered in memory of two GPUs, on the stand-in for their driver."""
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
@@ -170,7 +174,7 @@ async def round_trips(one: aiote.Engine, other: aiote.Engine, count: int = 5) ->
 def run_script(text: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python text in a process of its own and return what it said; a hang fails the test."""
     return subprocess.run(
-        [sys.executable, "-P", "-W", "default", "-W", FORKS, "-c", textwrap.dedent(text), *arguments],
+        [sys.executable, "-P", "-W", "default", "-W", FORKS, "-W", UNTRIED, "-c", textwrap.dedent(text), *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
