@@ -27,7 +27,7 @@ __all__ = ["FORMAT", "Outcome", "Report", "Status", "boot", "machine", "now"]
 
 FORMAT = 2
 """1 had the name of the host, and no `memory`, `far`, `partial` and `limit_s`."""
-OTHERS = ("FI_", "IBV_", "CUDA_", "RDMA_VM")
+OTHERS = ("FI_", "IBV_", "CUDA_", "NCCL_", "EFA_STANDIN", "RDMA_VM")
 """Prefixes of environment variables that change how libraries behave, and so the results."""
 Status = Literal["passed", "failed", "not run"]
 LIBRARIES = ("anyio", "cupy-cuda12x", "cupy-cuda13x", "msgspec", "numpy", "torch")

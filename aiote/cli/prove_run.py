@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 import aiote
-from aiote.cli import prove_raw, prove_suites
+from aiote.cli import prove_nccl, prove_raw, prove_suites
 from aiote.cli.prove_link import link_down
 from aiote.cli.prove_report import Outcome
 from aiote.cli.prove_wire import FarLost, FarRefused, Greeting, ask, dial, engine_host
@@ -70,7 +70,8 @@ class Subject:
 class Run:
     """The time that a run may take, and the reason why no further engine would open, if there is one.
 
-    `pull`: a rail may be pulled during transfers; between two machines by taking `interface` down.
+    `pull`: a rail may be pulled during transfers; between two machines by taking `interface` down. `written`: GiB/s of
+    the writes that were measured, by their bytes.
     """
 
     subject: Subject
@@ -78,6 +79,7 @@ class Run:
     reason: str = ""
     pull: bool = False
     interface: str = ""
+    written: dict[int, float] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -119,6 +121,8 @@ def parts(run: Run, checkout: Path | None, *, bench: bool, suites: bool) -> Iter
         yield ProofPart(f"bench-{op}", f"figures: {op}", partial(_bench, run, op))
     if bench:
         yield ProofPart(prove_raw.NAME, prove_raw.CLAIM, partial(prove_raw.beside, run))
+    if bench and subject.what in prove_nccl.SUBJECTS:
+        yield ProofPart(prove_nccl.NAME, prove_nccl.CLAIM, partial(prove_nccl.link, run))
     gpu = subject.what == "cuda"
     for name, (claim, _) in prove_suites.SUITES.items() if suites else ():
         if (name == prove_suites.GPU_SUITE) == gpu:
@@ -148,7 +152,10 @@ def _bench(run: Run, op: str) -> Outcome:
         return Outcome(f"bench-{op}", f"figures: {op}", "not run", reason)
     measure = partial(prove_suites.bench, op, subject.provider, ",".join(subject.rails or []), full=run.full)
     if subject.place is None:
-        return measure(run.left_s)
+        outcome = measure(run.left_s)
+        if op == "write":
+            run.written = {int(name.partition(" ")[0]): value for name, value in outcome.figures.items()}
+        return outcome
 
     async def apart() -> Outcome:
         assert subject.place is not None
@@ -276,4 +283,6 @@ async def _one(run: Run, check: Check) -> Outcome:
             return outcome("not run", prove_suites.OVER)
         return outcome("failed", f"was not over after {CHECK_LIMIT_S:g} s")
     except Exception as error:  # whatever it is, the report names it and the other checks run
-        return outcome("failed", f"{type(error).__name__}: {error}")
+        while isinstance(error, ExceptionGroup):  # of a check's tasks; its own text says nothing
+            error = error.exceptions[0]
+        return outcome("failed", str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
