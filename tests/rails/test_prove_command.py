@@ -21,6 +21,7 @@ from aiote.cli.prove_report import Outcome, Report, now
 from aiote.rails.ports import read_ports
 from aiote.testing import Fabric
 from aiote.testing.contract import CHECKS, Broken, Check, EnginePair, FarSide, HostMemory, RailPull, adversity
+from machine import LONG
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--no-bench", "--no-suites")
@@ -98,7 +99,7 @@ def test_a_rail_that_is_not_lost_is_found(monkeypatch):
 
 
 @pytest.mark.libfabric
-@pytest.mark.parametrize("what", ["cxi", "verbs"])
+@pytest.mark.parametrize("what", ["cxi", "efa", "verbs"])
 def test_a_missing_device_is_said_and_never_green(what, tmp_path):
     if what == "verbs" and read_ports():
         pytest.skip("this machine has RDMA devices")
@@ -188,6 +189,20 @@ def test_a_suite_that_has_no_test_of_a_provider_is_not_run():
     assert "--prove nonesuch" in outcome.detail
     without = prove_suites.suite("contract-suite", None, "sim", 600)
     assert (without.status, "--checkout" in without.detail) == ("not run", True)
+
+
+@pytest.mark.needs_rdma
+@pytest.mark.timeout(1000)
+def test_a_benchmark_and_a_suite_run_over_verbs(monkeypatch):
+    """At full length all of them, until the time of a run is over. The figures say nothing about a NIC."""
+    monkeypatch.chdir(ROOT)
+    rails = ",".join(port.name for port in read_ports() if port.up)
+    for op in prove_suites.BENCHED if LONG else ("latency",):
+        measured = prove_suites.bench(op, "verbs", rails.partition(",")[0], 400)
+        assert (measured.status, bool(measured.figures)) == ("passed", True), measured.detail
+    for name in ("contract-suite", "engine-suite", "adversity-suite") if LONG else ("engine-suite",):
+        tested = prove_suites.suite(name, ROOT, "verbs", 400, [] if LONG else ["-k", "exactly"])
+        assert tested.status == "passed" or tested.detail == prove_suites.OVER, tested.detail
 
 
 def test_a_report_hides_keys_and_tells_other_settings(monkeypatch, tmp_path):

@@ -1,5 +1,5 @@
-"""`aiote prove` finds what is damaged below it: a driver that copies too little or calls copies done too early, and a
-network that changes bytes.
+"""`aiote prove` finds what is damaged below it: a driver that copies too little or calls copies done too early, a
+network that changes bytes, and a NIC that leaves one out. `test_prove_efa` damages the stand-in for EFA.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ def details(report: dict[str, Any]) -> dict[str, str]:
     return {outcome["name"]: outcome["detail"] for outcome in report["outcomes"]}
 
 
-def on_standin(folder: Path, damage: str) -> tuple[int, dict[str, Any]]:
-    """Prove a GPU over the stand-in for its driver, staged over TCP."""
+def on_standin(folder: Path, damage: str, over: str = "socket") -> tuple[int, dict[str, Any]]:
+    """Prove a GPU over the stand-in for its driver: staged over TCP, or shared on this machine."""
     cupy = str(SUPPORT / "cupy_on_standin")
-    return proven(folder, "cuda", "--over", "socket", PYTHONPATH=cupy, STANDIN_DAMAGE=damage)
+    return proven(folder, "cuda", "--over", over, PYTHONPATH=cupy, STANDIN_DAMAGE=damage)
 
 
-def test_over_a_whole_driver_every_check_passes(tmp_path):
-    status, report = on_standin(tmp_path, "")
+@pytest.mark.parametrize("over", ["socket", "local"])
+def test_over_a_whole_driver_every_check_passes(over, tmp_path):
+    status, report = on_standin(tmp_path, "", over)
     assert statuses(report) == PASSED, details(report)
     assert (status, report["memory"]) == (0, "cupy on the stand-in, stand-in")
 
@@ -71,3 +72,12 @@ def test_a_network_that_changes_bytes_is_found(tmp_path):
     assert (status, statuses(report)["writes"]) == (1, "failed")
     assert "arrived changed" in details(report)["writes"]
     assert (statuses(report)["registration"], statuses(report)["idle"]) == ("passed", "passed")
+
+
+@pytest.mark.needs_rdma
+def test_a_nic_that_sends_too_little_is_found(tmp_path):
+    library = shared(SUPPORT / "damaged_verbs.c", tmp_path)
+    status, report = proven(tmp_path, "verbs", LD_PRELOAD=preloaded(library))
+    assert (status, statuses(report)["writes"]) == (1, "failed")
+    assert "a write of 4096 bytes arrived changed" in details(report)["writes"]
+    assert statuses(report)["idle"] == "passed"
