@@ -103,17 +103,23 @@ def read(path: Path) -> dict[str, Any]:
     return report
 
 
-def is_hardware(report: dict[str, Any]) -> bool:
-    """Tell whether a report is about a device of hardware: a GPU, or a NIC that is no emulation by the kernel."""
-    if report["what"] in ("efa", "cxi", "cuda"):
-        return True
-    devices = [device for device in report["machine"]["rdma devices"].split("; ") if device != "none"]
-    return report["what"] == "verbs" and any("software" not in device for device in devices)
+def ground(report: dict[str, Any]) -> str:
+    """Return the column of a report: its device is hardware, software (also of the kernel), or only imitated."""
+    what, devices = report["what"], report["machine"]["rdma devices"].split("; ")
+    if what in ("cxi", "sim"):
+        return "hardware" if what == "cxi" else "simulator"
+    if what == "cuda":
+        return "hardware" if report["machine"]["nvidia driver"] != "none" else "simulator"
+    if what == "efa":
+        return "hardware" if any(": efa" in device for device in devices) else "simulator"
+    if what == "verbs" and any("software" not in device for device in devices if device != "none"):
+        return "hardware"
+    return "software"
 
 
-def newest(reports: Sequence[dict[str, Any]], row: Row, *, hardware: bool) -> str:
+def newest(reports: Sequence[dict[str, Any]], row: Row, column: str) -> str:
     """Return the cell of the newest whole report about a rail, or an empty string."""
-    about = [each for each in reports if each["what"] in row.subjects and is_hardware(each) == hardware]
+    about = [each for each in reports if each["what"] in row.subjects and ground(each) == column]
     about = [each for each in about if not each["partial"] and each["exit_status"] in (0, 1)]
     if not about:
         return ""
@@ -132,10 +138,10 @@ def readme_table(reports: Sequence[dict[str, Any]]) -> str:
     """Return the README's table."""
     lines = ["| Rail | On hardware | On software | On a simulator | Remarks |", "|---|---|---|---|---|"]
     for row in ROWS:
-        cells = [newest(reports, row, hardware=True) or row.hardware or ""]
-        software = newest(reports, row, hardware=False)
-        cells.append("; ".join(filter(None, (row.software, software))) if row.software or software else "")
-        lines.append(f"| {' | '.join((row.rail, *cells, row.simulator, row.remarks))} |".replace("|  |", "| |"))
+        cells = [newest(reports, row, "hardware") or row.hardware or ""]
+        for text, column in ((row.software, "software"), (row.simulator, "simulator")):
+            cells.append("; ".join(filter(None, (text, newest(reports, row, column)))))
+        lines.append(f"| {' | '.join((row.rail, *cells, row.remarks))} |".replace("|  |", "| |"))
     return "".join(f"{line.replace('|  |', '| |')}\n" for line in lines)
 
 
@@ -147,7 +153,8 @@ def hardware_table(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
             sum(part["status"] == status for part in report["outcomes"]) for status in ("passed", "failed", "not run")
         ]
         where = engines(report) + (f"; partial: {report['partial']}" if report["partial"] else "")
-        devices = report["machine"]["nvidia driver"] if report["what"] == "cuda" else report["machine"]["rdma devices"]
+        devices = report["machine"]["nvidia driver" if report["what"] == "cuda" else "rdma devices"]
+        devices = "a stand-in" if report["what"] != "sim" and ground(report) == "simulator" else devices
         title = f"[{report['what']}, {report['started'][:10]}](reports/{name})"
         lines.append(f"| {' | '.join((title, report['machine']['aiote'], where, devices, *map(str, counts)))} |")
     return "".join(f"{line}\n" for line in lines)

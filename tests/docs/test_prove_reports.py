@@ -55,17 +55,34 @@ def test_one_command_adds_a_report_to_both_pages(checkout, tmp_path, capsys):
     capsys.readouterr()
 
 
-def row_of(*reports):
+def row_of(*reports, rail="`verbs` (libibverbs"):
+    """Return the cells of a rail: on hardware, on software, on a simulator."""
     told = [each.told() for each in reports]
-    return next(line for line in tool.readme_table(told).splitlines() if "`verbs` (libibverbs" in line).split(" | ")[
-        1:3
-    ]
+    line = next(line for line in tool.readme_table(told).splitlines() if rail in line)
+    return [cell.strip() for cell in line.split("|")[2:5]]
 
 
 def test_software_is_not_hardware():
     soft = report(machine={"rdma devices": "rxe0: software, soft-RoCE"})
-    assert row_of(soft) == ["never", "soft-RoCE in a guest; passed 2027-01-02, in one process"]
+    assert row_of(soft) == ["never", "soft-RoCE in a guest; passed 2027-01-02, in one process", ""]
     assert row_of(soft, report(status="failed"))[0] == "FAILED 2027-01-02, in one process"
+
+
+@pytest.mark.parametrize(
+    ("what", "rail", "device"),
+    [
+        ("efa", "`efa` of libfabric", {"rdma devices": "rdmap<address>: efa, 100 Gb/sec"}),
+        ("cuda", "GPU memory", {"nvidia driver": "NVRM version: NVIDIA UNIX x86_64 Kernel Module"}),
+    ],
+)
+def test_a_stand_in_is_not_hardware(what, rail, device, checkout, tmp_path):
+    without, passed = row_of(rail=rail), "passed 2027-01-02, in one process"
+    imitated = report(what, machine={"rdma devices": "none"})
+    assert row_of(imitated, rail=rail) == [*without[:2], f"{without[2]}; {passed}"]
+    assert row_of(report(what, machine=device), rail=rail) == [passed, *without[1:]]
+    imitated.write(tmp_path / "sent.json")
+    assert tool.main(["add", str(tmp_path / "sent.json")]) == 0
+    assert "| a stand-in | 1 | 0 | 0 |" in (checkout / "docs/hardware.md").read_text()
 
 
 def test_the_newest_whole_report_counts():
