@@ -6,6 +6,10 @@ the name, whatever the order. The registry reads all members at one revision, an
 reads them again if etcd has compacted the missed changes, or sends more at once than is held here. While etcd cannot be
 reached, the registry keeps its members and tries again. A permanent refusal is raised to the waiting caller, with
 etcd's text; a registered member stays registered as long as etcd keeps it.
+
+An incarnation is a time, and the clock of a host may be behind. So a member that finds a greater or equal incarnation
+under its name waits: the holder may be dead. When the holder's lease ends, the member takes the name. If the holder
+writes its key or renews its lease, it lives, and the member is refused.
 """
 
 from __future__ import annotations
@@ -59,12 +63,19 @@ MEMBERS = 1 << 16
 WATCH_S = 10.0
 """Seconds after which a watch is made anew, because a watch whose endpoint has silently gone would stay silent."""
 LEAVE_S = 2.0
+LOOK_S = 1.0
+"""Seconds after which a member that waits for a name looks at the holder's lease again."""
+LEASE_ERROR_S = 1.25
+"""A lease whose end is later than before by more than this has been renewed: etcd leaves fractions of seconds out."""
 TRIES = 16
 
 
 class _EtcdRegistration(HeldRegistration):
     """A registration with the number of the last written change (`sent`), the lease that holds it (0: none), the signal
     that wakes its task, and how often its key was missing.
+
+    `claimed`: its key has been written, or is being written. Until then another member may have the name; `holder` has
+    that member's revision of the key, and the end of its lease. `revision`: that of the last written change.
     """
 
     def __init__(self, member: Member, wakeup: LazySignal) -> None:
@@ -73,12 +84,31 @@ class _EtcdRegistration(HeldRegistration):
         self.sent = self.lease = 0
         self.ttl_s = 0.0
         self.missing = 0
+        self.claimed = False
+        self.holder: tuple[int, float] | None = None
+        self.revision = 0
 
     def put_again(self) -> None:
         """Make the task write the key again, which is missing although the lease lives, such as after a deletion."""
         self.sent = 0
         self.missing += 1
         self.wakeup.wake_all()
+
+    def lose_to(self, member: Member, revision: int) -> None:
+        """Lose the name to a member that has written the key at a revision, if its incarnation is greater.
+
+        What was written before this registration's own key is over, as what a predecessor wrote.
+        """
+        if self.claimed and revision > self.revision and member.incarnation > self.member.incarnation:
+            self.lose(f"incarnation {member.incarnation} has taken the name over")
+
+    async def rest(self) -> None:
+        """Sleep until there is a change to write, the lease is to be renewed, or a holder to be looked at again."""
+        with anyio.move_on_after(self.ttl_s / 3 if self.claimed else min(LOOK_S, self.ttl_s / 3)):
+            if not self.claimed:
+                await self.wakeup.wait()
+            while self.sent == self.number and not self.lost:
+                await self.wakeup.wait()
 
 
 class EtcdRegistry:
@@ -231,7 +261,7 @@ class EtcdRegistry:
             name, member = self._member(entry)
             if member is not None:
                 found[name] = member
-            self._lose_to(name, member)
+            self._lose_to(entry, member)
         more = entries and answer.get("more")
         return count, unpacked(entries[-1].get("key", "")) + b"\0" if more else None
 
@@ -270,6 +300,8 @@ class EtcdRegistry:
             )
         if answer.get("created"):
             if revision < begun_after:
+                for registration in self._registrations.values():
+                    registration.revision = 0
                 raise EtcdError("etcd's revision is lower than before, as after a restore from a backup", OUT_OF_RANGE)
             self.in_touch = True
             self._progress.wake_all()
@@ -277,8 +309,8 @@ class EtcdRegistry:
         for event in records(answer, "events"):
             # The header's revision may be later than these events, if more are to follow.
             self._revision = max(self._revision or 0, number(event, "kv", "mod_revision"))
-            entry = event.get("kv")
-            name, member = self._member(entry if isinstance(entry, Mapping) else {})
+            entry = kv if isinstance(kv := event.get("kv"), Mapping) else {}
+            name, member = self._member(entry)
             if event.get("type") == "DELETE" or member is None:
                 self._roster.remove(name)
                 if name in self._registrations:
@@ -287,7 +319,7 @@ class EtcdRegistry:
                 raise self._too_many()
             else:
                 self._roster.put(member)
-                self._lose_to(name, member)
+                self._lose_to(entry, member)
 
     def _member(self, entry: Mapping[str, Any]) -> tuple[str, Member | None]:
         """Return a key's name, and its member if the value is one."""
@@ -305,10 +337,9 @@ class EtcdRegistry:
             return name, None
         return name, member
 
-    def _lose_to(self, name: str, member: Member | None) -> None:
-        registration = self._registrations.get(name)
-        if registration is not None and member is not None and member.incarnation > registration.member.incarnation:
-            registration.lose(f"incarnation {member.incarnation} has taken the name over")
+    def _lose_to(self, entry: Mapping[str, Any], member: Member | None) -> None:
+        if member is not None and (registration := self._registrations.get(member.name)) is not None:
+            registration.lose_to(member, number(entry, "mod_revision"))
 
     def _out_of_touch(self, reason: str) -> None:
         self.in_touch = False
@@ -325,9 +356,7 @@ class EtcdRegistry:
                 await self._renew(registration)
                 await self._write(registration)
                 pause = RETRY_LEAST_S
-                with anyio.move_on_after(registration.ttl_s / 3):
-                    while registration.sent == registration.number and not registration.lost:
-                        await registration.wakeup.wait()
+                await registration.rest()
             except EtcdError as error:
                 if error.permanent and not registration.acknowledged:
                     registration.lose(str(error))
@@ -352,21 +381,16 @@ class EtcdRegistry:
         )
 
     async def _write(self, registration: _EtcdRegistration) -> None:
-        """Write the latest change; lose the registration if the name belongs to an equal or greater incarnation.
-
-        Raises EtcdError if the key keeps changing.
-        """
+        """Write the latest change, unless another member has the name. Raises EtcdError if the key keeps changing."""
         key = packed(self._prefix + registration.member.name.encode())
         for _ in range(TRIES):
             if registration.sent == registration.number:
                 return
             answer = await self._gateway.call("/v3/kv/range", {"key": key}, registration.ttl_s)
             present = next(iter(records(answer, "kvs")), {})
-            _, holder = self._member(present) if present else ("", None)
-            ours = holder is None or number(present, "lease") == registration.lease
-            if holder is not None and not ours and holder.incarnation >= registration.member.incarnation:
-                registration.lose(f"incarnation {holder.incarnation} of another engine holds the name")
+            if await self._is_held(registration, present):
                 return
+            registration.claimed = True
             change, member, missing = registration.number, registration.member, registration.missing
             compare = {
                 "key": key,
@@ -378,6 +402,7 @@ class EtcdRegistry:
             question = {"compare": [compare], "success": [{"request_put": put}]}
             done = await self._gateway.call("/v3/kv/txn", question, registration.ttl_s)
             if done.get("succeeded"):
+                registration.revision = number(done, "header", "revision")
                 registration.acknowledge(change)
                 if (
                     registration.missing == missing
@@ -388,6 +413,34 @@ class EtcdRegistry:
             f"{registration.member.name}: its key changed during each of {TRIES} attempts to write it; is "
             "another process writing it?"
         )
+
+    async def _is_held(self, registration: _EtcdRegistration, present: Mapping[str, Any]) -> bool:
+        """Return whether a key belongs to another member of an equal or greater incarnation.
+
+        If that member lives, or the registration had the name before, the registration is lost.
+        """
+        _, holder = self._member(present) if present else ("", None)
+        if holder is None or number(present, "lease") == registration.lease:
+            return False
+        if holder.incarnation < registration.member.incarnation:
+            return False
+        if registration.acknowledged or await self._is_alive(registration, present):
+            registration.lose(f"incarnation {holder.incarnation} of another engine holds the name")
+        registration.claimed = False
+        return True
+
+    async def _is_alive(self, registration: _EtcdRegistration, present: Mapping[str, Any]) -> bool:
+        """Return whether the holder of a name has written its key or renewed its lease since the first look at it."""
+        lease, revision = number(present, "lease"), number(present, "mod_revision")
+        if not lease:  # somebody has written the key by hand, and it does not end
+            return True
+        asked = anyio.current_time()
+        answer = await self._gateway.call("/v3/lease/timetolive", {"ID": str(lease)}, registration.ttl_s)
+        left_s = number(answer, "TTL")  # none or less: the lease has ended, and etcd is about to delete the key
+        if registration.holder is None:
+            registration.holder = revision, anyio.current_time() + max(left_s, 0)
+        first, end = registration.holder
+        return revision != first or (left_s > 0 and asked + left_s > end + LEASE_ERROR_S)
 
     async def _leave(self, registration: _EtcdRegistration) -> None:
         """Revoke the lease, and the key with it, within two seconds; if etcd cannot be reached, it expires in time."""

@@ -13,6 +13,7 @@ import aiote
 from aiote.discovery import etcd as etcd_module
 from aiote.discovery.etcd import EtcdRegistry
 from aiote.discovery.etcd_gateway import EtcdError, Gateway, checked, number, packed, prefix_end, unpacked
+from aiote.discovery.membership import RegistryError
 from engines import PATIENCE_S, until
 from registries import Etcd, ask, etcd_process, free_port, member, until_told
 
@@ -70,6 +71,27 @@ async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
                 process.kill()
                 with anyio.fail_after(2 + 7):  # etcd's least lease, and its leisure in ending them; the default is 10
                     await until_told(events, ("left", "a"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.blocking_allowed("it starts and ends a process")
+async def test_the_name_of_a_killed_process_goes_to_a_successor_whose_clock_is_behind(etcd):
+    process = await anyio.to_thread.run_sync(
+        subprocess.Popen, [sys.executable, "-P", "-c", JOIN, etcd.endpoint, PREFIX]
+    )
+    try:
+        with anyio.fail_after(PATIENCE_S):
+            async with registry(etcd) as here:
+                await until_told(here.watch(), ("joined", "a"))
+                with pytest.raises(RegistryError, match="incarnation 1 of another engine holds the name"):
+                    async with here.join(member("a", 0)):
+                        pass
+                process.kill()
+                async with here.join(member("a", 0)) as registration:
+                    await until(lambda: here.members() == (registration.member,))
+                    assert not registration.lost
     finally:
         process.kill()
         process.wait()
