@@ -49,7 +49,8 @@ def entries_of(sources: Layout, targets: Layout, recipe: Recipe, whole: bool) ->
     """Return an entry for each target tensor that an update writes, in the order of the targets' layout.
 
     Raises UsageError for tensors of one side that are missing on the other and not listed in the recipe, for shapes and
-    types that do not fit, and for quantization blocks that a target rank holds only in part.
+    types that do not fit, and for quantization blocks that a target rank holds only in part. A tensor without elements
+    may be missing on the other side.
     """
     scales = _scales(targets, recipe)
     used: set[str] = set()
@@ -66,14 +67,19 @@ def entries_of(sources: Layout, targets: Layout, recipe: Recipe, whole: bool) ->
         if name in scales or recipe.is_untouched(name):
             continue
         if name not in recipe.targets and name not in sources.tensors:
-            missing.append(name)
+            if all(targets.tensors[name].shape):
+                missing.append(name)
             continue
         try:
             found.append(_entry(name, recipe.targets.get(name, name), sources, targets, source_of, known, whole))
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
     _complain("target tensors have no source", missing, "name them in the recipe, or list them as untouched")
-    unread = [name for name in sources.tensors if name not in used and not recipe.is_unused(name)]
+    unread = [
+        name
+        for name, tensor in sources.tensors.items()
+        if name not in used and all(tensor.shape) and not recipe.is_unused(name)
+    ]
     _complain("source tensors are not used", unread, "name them in the recipe, or list them as unused")
     return found
 

@@ -164,12 +164,14 @@ class Layout:
         return cls({name: _named(name, _joined, tensors) for name, tensors in parts.items()})
 
     def only(self, rank: int) -> Layout:
-        """Return the layout of one rank's parts, without the other ranks."""
+        """Return the layout of one rank's parts, without the other ranks, and the tensors that have no elements."""
         found = {}
         for name, tensor in self.tensors.items():
             held = tensor.held_by().get(rank)
             if held is not None:
                 found[name] = Tensor(tensor.dtype, Sharding.of(tensor.shape, (held,)), ((rank,),))
+            elif not all(tensor.shape):
+                found[name] = tensor
         return Layout(found)
 
     def describe(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def plan_described(
             if any(ranks != (rank,) for tensor in layout.tensors.values() for ranks in tensor.ranks):
                 raise aiote.UsageError(f"rank {rank}: the layout has other ranks' parts; describe its own part only")
         sides.append(Layout.merge(layouts.values()))
-        held = {rank: tuple(layout.tensors) for rank, layout in layouts.items()}
+        held = {rank: tuple(n for n, t in layout.tensors.items() if t.ranks) for rank, layout in layouts.items()}
         names.append({rank: known.setdefault(one, {n: i for i, n in enumerate(one)}) for rank, one in held.items()})
     plan = plan_update(sides[0], sides[1], recipe, gather=gather)
     for target in targets:

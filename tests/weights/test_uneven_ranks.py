@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,16 @@ from aiote.weights import (
     Controller,
     Layout,
     Recipe,
+    Recording,
     Replicate,
     Shard,
     TensorBuffer,
     UpdateError,
+    cat,
+    record,
     serve_source,
     serve_target,
+    source,
 )
 from engines import opened
 
@@ -75,6 +80,60 @@ async def test_a_tensor_without_elements_is_none_of_an_updates():
     async with served((layout, [source]), (layout, [target]), Recipe()) as controller:
         assert (await controller.update(1)).failed == {}
     assert np.array_equal(target["w"], ROWS)
+
+
+NAMED = {
+    "renamed": source("none"),
+    "both": cat("none", "none"),
+    "cast": source("none").cast(),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recipe", [Recipe(NAMED), Recipe(NAMED, unused=["*"])])
+async def test_a_recipe_may_name_tensors_without_elements(recipe, ranks):
+    empty = {name: ((0, 3), "F16" if name == "cast" else "F32", Shard(0)) for name in (*NAMED, "none", "theirs")}
+    targets = Layout.over(range(ranks), {"renamed": empty.pop("renamed"), "w": ((2, 3), "F32", Shard(0))} | empty)
+    sources = Layout.over(
+        range(1),
+        {name: ((0, 3), "F32", Replicate()) for name in ("none", "mine")} | {"w": ((2, 3), "F32", Replicate())},
+    )
+    arrays: list[dict[str, Any]] = [{"w": np.zeros((2 // ranks, 3), np.float32)} for _ in range(ranks)]
+    for one in arrays:
+        one |= {name: np.zeros((0, 3), np.float32) for name in (*NAMED, "none", "theirs")}
+        one["cast"] = np.zeros((0, 3), np.float16)
+    own = {name: np.zeros((0, 3), np.float32) for name in ("none", "mine")} | {"w": ROWS}
+    async with served((sources, [own]), (targets, arrays), recipe) as controller:
+        for version in (1, 2):
+            report = await controller.update(version)
+            assert report.failed == {}
+            assert {rank: sent.written for rank, sent in report.sent.items()} == {0: 24}
+    assert np.array_equal(np.concatenate([one["w"] for one in arrays]), ROWS)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+async def test_what_is_recorded_of_an_empty_parameter_is_an_update(rows):
+    """A rank that has no part of a parameter, or no rank that has one, such as a layer without experts."""
+    arrays = [{"p": np.zeros((2, 3), np.float32), "x": np.zeros((each, 3), np.float32)} for each in (rows, 0)]
+
+    def load(pairs: Any, own: Mapping[str, Any]) -> None:
+        for _, w in pairs:
+            np.copyto(own["p"], w)
+            np.copyto(own["x"], w[: len(own["x"])])
+
+    recordings = {rank: record(partial(load, own=own), own, ONE) for rank, own in enumerate(arrays)}
+    targets, recipe = Recording.merge(recordings)
+    async with served((ONE, [{"w": ROWS}]), (targets, arrays), recipe) as controller:
+        assert (await controller.update(1)).failed == {}
+    assert all(np.array_equal(one["p"], ROWS) for one in arrays)
+    assert np.array_equal(arrays[0]["x"], ROWS[:rows])
+
+
+async def test_a_recipe_that_names_what_no_side_has_is_refused():
+    target = {"w": np.zeros((2, 3), np.float32)}
+    async with served((ONE, [{"w": ROWS}]), (ONE, [target]), Recipe({"x": source("w")})) as controller:
+        with pytest.raises(aiote.UsageError, match="1 tensors of the recipe are none of the targets: x"):
+            await controller.update(1)
 
 
 @pytest.mark.parametrize("name", ["", 3, None])
