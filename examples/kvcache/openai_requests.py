@@ -55,7 +55,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """How a stream is to be."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse padding, which hides the lengths of tokens. msgspec before 0.22 has no literals of bool."""
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation: streams have no padding here; leave it out or set it to false")
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -243,6 +243,12 @@ REFUSED = [
     ({"prompt": "x", "presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
     ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_value"),
+    (
+        {"prompt": "x", "stream": True, "stream_options": {"include_obfuscation": True}},
+        400,
+        "stream_options",
+        "invalid_value",
+    ),
     ({"prompt": "x", "extra_body": {"top_k": 5}}, 400, "top_k", "unknown_parameter"),
     ({"prompt": "x", "model": "gpt-9"}, 404, "model", "model_not_found"),
 ]
