@@ -21,6 +21,7 @@ import aiote
 from aiote.cli.prove_private import hidden_setting, names_here, private
 from aiote.config import variables_set
 from aiote.rails.diagnosis import examine, gather
+from aiote.rails.facts import with_efa
 from aiote.rails.library import library_summary
 
 __all__ = ["FORMAT", "Outcome", "Report", "Status", "boot", "machine", "now"]
@@ -127,7 +128,7 @@ def _facts(told: dict[str, Any]) -> list[str]:
 
 def machine() -> dict[str, Any]:
     """Return what the results depend on: processor, kernel, versions, devices, and the findings of `aiote doctor`."""
-    facts = gather(library=aiote.EngineConfig().libfabric)
+    facts = with_efa(gather(library=aiote.EngineConfig().libfabric))
     told = {
         "system": " ".join((platform.system(), platform.release(), platform.machine())),
         "processors": os.cpu_count() or 0,
