@@ -91,6 +91,10 @@ class CleanRoot:
             shutil.copytree(source.copied, there, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         for name in ("dev", "sys", "proc", "tmp", "wheels"):
             (folder / name).mkdir(exist_ok=True)
+        # pip opens this file, with a network or without; the package that writes it was never configured.
+        authorities = sorted((folder / "usr" / "share" / "ca-certificates").glob("**/*.crt"))
+        (bundle := folder / "etc" / "ssl" / "certs" / "ca-certificates.crt").parent.mkdir(parents=True, exist_ok=True)
+        bundle.write_text("".join(path.read_text() for path in authorities))
         if found := [str(path) for pattern in ABSENT for path in folder.glob(f"**/{pattern}")]:
             raise SystemExit(f"error: the root folder has files that it must not have: {found}")
 
