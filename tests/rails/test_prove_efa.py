@@ -76,11 +76,16 @@ def test_an_unusable_device_could_not_be_tried(behaviour, why, tmp_path):
     assert "efa: NOTHING PROVEN: 0 passed, 0 failed" in text
 
 
-def test_a_benchmark_and_a_suite_run(monkeypatch, tmp_path):
+def test_a_benchmark_runs(monkeypatch, tmp_path):
     """The figures say nothing about EFA."""
     for name, value in environment(tmp_path, libraries()[0]).items():
         monkeypatch.setenv(name, value)
     measured = prove_suites.bench("latency", "efa", "", 200)
     assert (measured.status, len(measured.figures)) == ("passed", 1), measured.detail
-    tested = prove_suites.suite("engine-suite", ROOT, "efa", 200, ["-k", "exactly"])
+
+
+def test_a_suite_has_tests_over_efa(monkeypatch, tmp_path):
+    for name, value in environment(tmp_path, libraries()[0]).items():
+        monkeypatch.setenv(name, value)
+    tested = prove_suites.suite("engine-suite", ROOT, "efa", 200, ["-k", "test_a_write_of_any_size"])
     assert tested.status == "passed", tested.detail
