@@ -1,11 +1,11 @@
 """Channels at rest: most of many peers have nothing to say, and should not cost a poll each whenever the loop sleeps.
 
 A channel of our own rails comes to rest when it is armed while nothing is outstanding on it and nothing is to be sent.
-Then only two things change it: this side posts on it (`gate_post` ends its rest), or its peer does something. A
-socket's descriptor, which lies in the engine's epoll set, reports that: one call asks for all sockets. For a ring, a
-look at its head and at the peer's gate shows it, without passing the gate or taking a lock. Until one of the two
-happens, the channel is neither polled nor armed again. Channels of other kinds, whose libraries have to be called, and
-those of engines with few channels never rest.
+Then only two things change it: this side posts on it (`gate_post` ends its rest), or its peer does something. The
+descriptor of a socket or of a simulated endpoint, which lies in the engine's epoll set, reports that: one call asks for
+all of them. For a ring, a look at its head and at the peer's gate shows it, without passing the gate or taking a lock.
+Until one of the two happens, the channel is neither polled nor armed again. Channels of other kinds, whose libraries
+have to be called, and those of engines with few channels never rest.
 """
 
 from libc.stdint cimport uint32_t, uint64_t

@@ -15,9 +15,12 @@ MANY = 12
 IMM = 0x321
 
 
-@pytest.fixture(params=["socket", "local"])
+KINDS = {"socket": Kind("socket"), "local": Kind("local"), "sim": Kind("sim", nic="sim0", guards=True)}
+
+
+@pytest.fixture(params=KINDS)
 def rails(request: pytest.FixtureRequest) -> Iterator[Rails]:
-    with opened(Kind(request.param)) as rails:
+    with opened(KINDS[request.param]) as rails:
         yield rails
 
 
