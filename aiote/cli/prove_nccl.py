@@ -42,7 +42,7 @@ class NcclError(Exception):
 
 
 def link(run: Run) -> Outcome:
-    """Run the programs that are installed. If none gives a figure, the outcome says why: it breaks no promise."""
+    """Run the installed programs. Without a figure the outcome is "not run", with the reason: no promise is broken."""
     started = time.monotonic()
     figures: dict[str, float] = {}
     told: list[str] = []

@@ -74,8 +74,9 @@ class _EtcdRegistration(HeldRegistration):
     """A registration with the number of the last written change (`sent`), the lease that holds it (0: none), the signal
     that wakes its task, and how often its key was missing.
 
-    `claimed`: its key has been written, or is being written. Until then another member may have the name; `holder` has
-    that member's revision of the key, and the end of its lease. `revision`: that of the last written change.
+    `claimed`: this registration has written its key, or is writing it. Until then another member may hold the name;
+    `holder` has the key's revision and the end of that member's lease, as first seen. `revision`: the key's revision
+    after the last written change.
     """
 
     def __init__(self, member: Member, wakeup: LazySignal) -> None:
@@ -97,7 +98,7 @@ class _EtcdRegistration(HeldRegistration):
     def lose_to(self, member: Member, revision: int) -> None:
         """Lose the name to a member that has written the key at a revision, if its incarnation is greater.
 
-        What was written before this registration's own key is over, as what a predecessor wrote.
+        This registration's own key has replaced a key of an earlier revision, such as a predecessor's.
         """
         if self.claimed and revision > self.revision and member.incarnation > self.member.incarnation:
             self.lose(f"incarnation {member.incarnation} has taken the name over")

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["Producer"]
 
 ATTACHED = 128
-"""After this many memories are attached, 50 us each, the loop gets its turn."""
+"""After it has attached this many memories, 50 us each, `open` lets other tasks run."""
 FEW_PAGES = 1 << 14
-"""Requests with more pages are checked in a thread; sorting this many takes about 1 ms."""
+"""Requests with more pages are checked in a thread; sorting this many takes 2.5 ms."""
 MOST_SESSIONS = 16
 """The most sessions of one peer. A decode rank opens one for each cache, group and way of moving (push or pull);
 beyond that, the producer drops the session that was unused for the longest time."""
@@ -195,7 +195,7 @@ class Producer:
     async def _attach(
         self, peer: aiote.Peer, part: CacheSpec, memories: list[bytes]
     ) -> list[aiote.RemoteRegion | None]:
-        """Return a decode rank's memories, None for one that it does not lend. Raises TransferRefused."""
+        """Attach the memories that a decode rank lends; the others are None. Raises TransferRefused."""
         targets: list[aiote.RemoteRegion | None] = []
         try:
             for descriptor, nbytes in zip(memories, part.memories, strict=False):

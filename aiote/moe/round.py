@@ -467,7 +467,8 @@ class Round:
         came = await self._wait("answers", ANSWER, needs)
         await self._lane.wait_sent()
         for number in (self.number - 1, self.number):
-            # The last round's once more: the engine may have polled the NIC of a late write after that of the route.
+            # Look at the last round's counts again: its late write and the route may have come over different NICs, and
+            # the engine may have polled the NIC of the route first.
             came = self._lane.without_surplus(came, number)
         by_copy = config.reduce == "expert"
         places = plan.answers_at(self._copy if by_copy else self._position)

@@ -201,7 +201,7 @@ class Server:
             if held < fewest and self._may_start(queue[0].link):
                 best, fewest = queue[0], held
                 if held == 0:
-                    break  # none runs fewer, and thousands of identities may wait
+                    break  # no count is smaller, and thousands of identities may wait
         return best
 
     async def drain(self) -> None:

@@ -304,7 +304,7 @@ cdef class SimEndpoint(NativeEndpoint):
             watched(impl.wait_fd, impl.event_fd)
             watched(impl.wait_fd, net.timer_fd)
         self.wait_fd = impl.wait_fd
-        if impl.wait_fd == impl.event_fd:
+        if net.is_virtual:
             self.ops = &announced_operations
         with nogil:
             pthread_mutex_lock(&net.lock)

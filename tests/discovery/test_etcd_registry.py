@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
@@ -58,43 +59,40 @@ anyio.run(main)
 """
 
 
-@pytest.mark.blocking_allowed("it starts and ends a process")
-async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
-    process = await anyio.to_thread.run_sync(
-        subprocess.Popen, [sys.executable, "-P", "-c", JOIN, etcd.endpoint, PREFIX]
-    )
+@asynccontextmanager
+async def joined_process(etcd: Etcd) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Yield a process that joins as member a, with incarnation 1 and a lease of 1 s; kill it at the end."""
+    command = [sys.executable, "-P", "-c", JOIN, etcd.endpoint, PREFIX]
+    process = await anyio.to_thread.run_sync(subprocess.Popen, command)
     try:
         with anyio.fail_after(PATIENCE_S):
-            async with registry(etcd) as here:
-                events = here.watch()
-                await until_told(events, ("joined", "a"))
-                process.kill()
-                with anyio.fail_after(2 + 7):  # etcd's least lease, and its leisure in ending them; the default is 10
-                    await until_told(events, ("left", "a"))
+            yield process
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.blocking_allowed("it starts and ends a process")
+async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
+    async with joined_process(etcd) as process, registry(etcd) as here:
+        events = here.watch()
+        await until_told(events, ("joined", "a"))
+        process.kill()
+        with anyio.fail_after(2 + 7):  # etcd's least lease, and its leisure in ending them; the default is 10
+            await until_told(events, ("left", "a"))
 
 
 @pytest.mark.blocking_allowed("it starts and ends a process")
 async def test_the_name_of_a_killed_process_goes_to_a_successor_whose_clock_is_behind(etcd):
-    process = await anyio.to_thread.run_sync(
-        subprocess.Popen, [sys.executable, "-P", "-c", JOIN, etcd.endpoint, PREFIX]
-    )
-    try:
-        with anyio.fail_after(PATIENCE_S):
-            async with registry(etcd) as here:
-                await until_told(here.watch(), ("joined", "a"))
-                with pytest.raises(RegistryError, match="incarnation 1 of another engine holds the name"):
-                    async with here.join(member("a", 0)):
-                        pass
-                process.kill()
-                async with here.join(member("a", 0)) as registration:
-                    await until(lambda: here.members() == (registration.member,))
-                    assert not registration.lost
-    finally:
+    async with joined_process(etcd) as process, registry(etcd) as here:
+        await until_told(here.watch(), ("joined", "a"))
+        with pytest.raises(RegistryError, match="incarnation 1 of another engine holds the name"):
+            async with here.join(member("a", 0)):
+                pass
         process.kill()
-        process.wait()
+        async with here.join(member("a", 0)) as registration:
+            await until(lambda: here.members() == (registration.member,))
+            assert not registration.lost
 
 
 @pytest.mark.anyio
