@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -107,7 +108,8 @@ def contestants(provider: str) -> list[tuple[Contestant, str]]:
 def once_alone(contestant: Contestant, provider: str, nbytes: int) -> float:
     """Return the microseconds of a write, measured while no other contestant runs; NaN if this one cannot do it."""
     work = Work("write", nbytes, 1, 1)
-    setting = Setting(provider, mode="default", arena=arena_for([work]))
+    mode = "default" if contestant.kind == "aiote" else "spin"  # peers have no other default than to poll
+    setting = Setting(provider, mode=mode, arena=arena_for([work]))
     with start(contestant, setting) as pair:
         entry = Measurement(pair, optional=True)
         measure_runs([entry], work, setting, RunPlan(runs=1))
@@ -139,7 +141,8 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="also measure NIXL and ucxx, each alone")
     parser.add_argument("--json", type=Path, default=BUILD / "bench-lone.json")
     given = parser.parse_args()
-    records = []
+    records: list[dict[str, Any]] = []
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         floor = f"{folder}/lone"
         subprocess.run(["cc", "-O3", str(SIDES / "lone.c"), "-o", floor], check=True)
@@ -154,11 +157,18 @@ def main() -> int:
                         f"{one['p99_us']:10.1f} {one['cpu_us']:9.1f} {one['sleeps']:6.1f}",
                         flush=True,
                     )
+    keep(records, given.json)
     for provider in given.provider if given.peers else ():
         records += beside_peers(provider, given.only, given.runs)
-    given.json.parent.mkdir(exist_ok=True)
-    given.json.write_text(json.dumps(records, indent=1))
+        keep(records, given.json)
+    print(f"load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}; {os.cpu_count()} processors")
     return 0
+
+
+def keep(records: list[dict[str, Any]], path: Path) -> None:
+    """Write what is measured so far, so that a peer that fails costs only its own rows."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":
