@@ -107,8 +107,9 @@ class EngineConfig:
     cluster_key: the secret that all engines of a cluster share, at least 16 bytes; without it an engine listens on
     loopback only. host, port: where the control connection listens (port 0: any free one). identity: 16 bytes that
     identify the engine across restarts (hexadecimal in the variable); random by default. ssl_server, ssl_client: TLS
-    for the control connection. progress: "adaptive" (on the event loop) or "thread" (a native thread, pinned to the
-    processor thread_cpu if that is not -1). spin_us: how long to spin after the last event before sleeping.
+    for the control connection. progress: "adaptive" (on the event loop; by a native thread while nothing concerns the
+    loop), "loop" (on the event loop alone) or "thread" (a native thread, pinned to the processor thread_cpu if that is
+    not -1). spin_us: how long to spin after the last event before sleeping.
     message_bytes, message_pool: the largest message accepted, and how many of each peer are buffered before its sender
     waits. heartbeat_interval, heartbeat_timeout: how often peers send heartbeats (10 ms at least), and after how much
     silence a peer is lost. connect_timeout: how long connecting may take, from the first packet until transfers may
@@ -131,7 +132,7 @@ class EngineConfig:
     identity: bytes | None = _setting("identity", None, bytes.fromhex)
     ssl_server: ssl.SSLContext | None = None
     ssl_client: ssl.SSLContext | None = None
-    progress: Literal["adaptive", "thread"] = _setting("progress", "adaptive")
+    progress: Literal["adaptive", "loop", "thread"] = _setting("progress", "adaptive")
     thread_cpu: int = _setting("thread_cpu", -1, int)
     spin_us: int = _setting("spin_us", 50, int)
     message_bytes: int = _setting("message_bytes", 16384, int)
@@ -165,6 +166,7 @@ class EngineConfig:
             "gpu_sharing": self.gpu_sharing,
             "spin_us": self.spin_us,
             "threaded": self.progress == "thread",
+            "idle_thread": self.progress == "adaptive",
             "cpu": self.thread_cpu,
             "smallest": self.stripe_bytes,
             "counters": self.max_counters,
@@ -189,8 +191,8 @@ class EngineConfig:
             )
         if self.identity is not None and len(self.identity) != 16:
             raise UsageError(f"identity has {len(self.identity)} bytes, expected 16")
-        if self.progress not in ("adaptive", "thread"):
-            raise UsageError(f"progress={self.progress!r}: expected 'adaptive' or 'thread'")
+        if self.progress not in ("adaptive", "loop", "thread"):
+            raise UsageError(f"progress={self.progress!r}: expected 'adaptive', 'loop' or 'thread'")
         if self.schedule not in ("earliest-finish", "round-robin"):
             raise UsageError(f"schedule={self.schedule!r}: expected 'earliest-finish' or 'round-robin'")
         if self.cluster_key is None and self.host is not None and not _is_loopback(self.host):

@@ -8,11 +8,12 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap, munmap
 
+from aiote_native.descriptors cimport unwatch_descriptor
 from aiote_native.gates cimport batch_drop, gate_leave, gate_shut, gate_wait, is_reached
 from aiote_native.mailbox_failover cimport mailbox_detach
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, post_on
-from aiote_native.progress cimport drain, request_over, unwatch_descriptor
+from aiote_native.progress cimport drain, request_over
 from aiote_native.recovery cimport lose_request
 from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, Post, Slot, WorkRequest
 from aiote_native.tallies cimport tally_free

@@ -21,6 +21,8 @@ cdef class Core:
     cdef public bint shares
     cdef bint woke
     cdef int recent_wakes
+    cdef int turns_in_vain
+    cdef void end_turn(self) noexcept
     cdef list rooms
     cdef object report_failures(self, list failed, list woken, on_round, bint untold)
     cdef object run_woken(self, list woken, bint direct, listener)

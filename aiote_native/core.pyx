@@ -6,63 +6,54 @@ left to the loop. The core keeps objects in flight alive (by one reference, from
 """
 
 from cpython.ref cimport Py_INCREF
-from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
-from posix.time cimport CLOCK_MONOTONIC
-from posix.unistd cimport close, read
+from posix.unistd cimport read
 
 from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
 from aiote_native.cuda.events cimport Hold
+from aiote_native.descriptors cimport close_descriptors, descriptor_of_loop, forget_descriptors, open_descriptors
 from aiote_native.gates cimport batch_end
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peer_wakeups cimport WakeupEvent
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport split_op, op_cancel
 from aiote_native.progress cimport (
-    ROUNDS, Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
-    pthread_mutex_init, signal_wake, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
+    ROUNDS, Watched, alive, call_loop, kick, lock, new_epoch, progress_once, progress_until, pthread_cond_init,
+    pthread_mutex_init, signal_wake, slice_end, unlock, usable, watch_unlink)
 from aiote_native.sources cimport SourceRange, open_range
 from aiote_native.statistics cimport statistics_of
 from aiote_native.status cimport check
 from aiote_native.stream_orders cimport hold_of, start_behind
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.threads cimport end_threads, hand_over, start_thread, take_back
 from aiote_native.timing cimport time_rails
 from aiote_native.waiters cimport wake_all
 from aiote_native.waits cimport CounterHandle, ValueWatch, open_counter, start_watch
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
 
-cdef extern from "<sys/epoll.h>" nogil:
-    int epoll_create1(int)
-    const int EPOLL_CLOEXEC
-
-cdef extern from "<sys/timerfd.h>" nogil:
-    int timerfd_create(int, int)
-    const int TFD_CLOEXEC, TFD_NONBLOCK
-
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int, int)
-    const int EFD_CLOEXEC, EFD_NONBLOCK
+cdef enum:
+    IN_VAIN = 4  # turns in a row without anything for a task, after which the idle thread takes over
 
 
 cdef class Core:
     """The native half of an engine.
 
     `spin_us` bounds spinning after the last progress. `threaded` moves progress to a native thread, pinned to `cpu` if
-    that is not negative. `smallest` is the least size of a stripe that is split only to spread a write over rails.
-    `counters` limits live immediates. Rails without a wait descriptor need `wakeup_event`. With a `clock`, that clock
-    sets the timers, and the engine never spins.
+    that is not negative. `idle_thread`: one may make progress while the event loop sleeps. `smallest` is the least size
+    of a stripe that is split only to spread a write over rails. `counters` limits live immediates. Rails without a wait
+    descriptor need `wakeup_event`. With a `clock`, that clock sets the timers, and the engine never spins.
     """
 
     def __cinit__(self):
         memset(&self.engine, 0, sizeof(self.engine))
-        self.engine.epoll_fd = self.engine.wake_fd = self.engine.timer_fd = self.engine.notify_fd = -1
+        forget_descriptors(&self.engine)
         self.engine.closed = True
 
     def __init__(self, uint64_t spin_us=50, bint threaded=False, int cpu=-1, uint64_t smallest=16384,
-                 uint64_t counters=1 << 20, bint wakeup_event=False, Clock clock=None):
+                 uint64_t counters=1 << 20, bint wakeup_event=False, Clock clock=None, bint idle_thread=False):
         if not self.engine.closed:
             raise RuntimeError("the core is open already")
         new_epoch(&self.engine)
@@ -78,9 +69,14 @@ cdef class Core:
         self.engine.threaded = threaded
         self.engine.cpu = cpu
         pthread_mutex_init(&self.engine.lock, NULL)
+        pthread_cond_init(&self.engine.handed_over, NULL)
         try:
             table_init(&self.engine.state.counters, counters)
-            self.open_descriptors(wakeup_event)
+            if wakeup_event:
+                self.wakeup_event = WakeupEvent()
+                self.engine.wakeup_page = (<WakeupEvent> self.wakeup_event).page
+                self.engine.wakeup_fd = (<WakeupEvent> self.wakeup_event).socket_fd
+            open_descriptors(&self.engine, idle_thread and not threaded and clock is None)
             if threaded:
                 where = f" on processor {cpu}, which thread_cpu asks for" if cpu >= 0 else ""
                 check(-start_thread(&self.engine), f"start the native thread{where}")
@@ -89,30 +85,10 @@ cdef class Core:
             self.close()
             raise
 
-    def open_descriptors(self, bint wakeup_event) -> None:
-        self.engine.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
-        check(-errno if self.engine.epoll_fd < 0 else 0, "epoll_create1")
-        self.engine.timer_fd = (timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
-                                if self.engine.clock == NULL else eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
-        check(-errno if self.engine.timer_fd < 0 else 0, "timerfd_create")
-        self.engine.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        check(-errno if self.engine.notify_fd < 0 else 0, "eventfd")
-        self.engine.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        check(-errno if self.engine.wake_fd < 0 else 0, "eventfd")
-        if wakeup_event:
-            self.wakeup_event = WakeupEvent()
-            self.engine.wakeup_page = (<WakeupEvent> self.wakeup_event).page
-            self.engine.wakeup_fd = (<WakeupEvent> self.wakeup_event).socket_fd
-            watch_descriptor(self.engine.epoll_fd, self.engine.wakeup_fd)
-        watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
-        watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
-        if not self.engine.threaded:  # a thread that makes a round (direct.pyx) tells the loop through it
-            watch_descriptor(self.engine.epoll_fd, self.engine.notify_fd)
-
     @property
     def fd(self) -> int:
         """The descriptor that the event loop watches for reading."""
-        return self.engine.notify_fd if self.engine.threaded else self.engine.epoll_fd
+        return descriptor_of_loop(&self.engine)
 
     @property
     def closed(self) -> bool:
@@ -122,12 +98,27 @@ cdef class Core:
     def threaded(self) -> bool:
         return self.engine.threaded
 
+    @property
+    def relieved(self) -> bool:
+        """Whether the idle thread makes progress now, in the event loop's place."""
+        return self.engine.relieved
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether the idle thread makes progress, and has no news for the event loop."""
+        return self.engine.relieved and not self.engine.notified
+
+    @property
+    def hand_overs(self) -> int:
+        return self.engine.hand_overs
+
     def progress(self) -> bool:
         """Do one round. Return True to be called again soon, False when it is safe to sleep until `fd` is readable."""
         cdef int again
         usable(&self.engine)
         with nogil:
             lock(&self.engine)
+            take_back(&self.engine)
             again = progress_once(&self.engine)
             if self.engine.threaded:
                 # The round may have taken the wake-up of a native thread that sleeps on, so count it as asleep.
@@ -159,6 +150,7 @@ cdef class Core:
                 usable(&self.engine)
                 with nogil:
                     lock(&self.engine)
+                    take_back(&self.engine)
                     again = progress_until(&self.engine, deadline)
                     unlock(&self.engine)
                 self.woke = False
@@ -177,14 +169,32 @@ cdef class Core:
             self.awake = False
         if spins:
             self.engine.left_ns = clock_ns()
+        if not again:
+            self.end_turn()
         return again
+
+    cdef void end_turn(self) noexcept:
+        """Leave progress to the idle thread if the last turns were in vain. It is safe to sleep."""
+        self.turns_in_vain += 1
+        if self.turns_in_vain >= IN_VAIN and self.engine.loop_fd >= 0:
+            self.turns_in_vain = 0
+            with nogil:
+                lock(&self.engine)
+                hand_over(&self.engine)
+                unlock(&self.engine)
 
     def wake(self) -> None:
         """Make `fd` readable, or wake the native thread; callable from any thread. Does nothing once closed."""
         if self.engine.closed:
             return  # the descriptor's number may belong to another file by now
         usable(&self.engine)
-        signal_wake(&self.engine)
+        if self.engine.loop_fd >= 0:
+            with nogil:
+                lock(&self.engine)
+                call_loop(&self.engine)
+                unlock(&self.engine)
+        else:
+            signal_wake(&self.engine)
 
     def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over, wake its waiters, and return the peers that failed since the last call.
@@ -208,6 +218,8 @@ cdef class Core:
             self.engine.state.done.head = self.engine.state.done.tail = NULL
             failures = self.engine.state.failures != 0
             unlock(&self.engine)
+        if item != NULL or failures:
+            self.turns_in_vain = 0
         while item != NULL:
             following = item.next
             finish(<Waitable> <object> item.owner, woken)
@@ -217,6 +229,7 @@ cdef class Core:
         raised = self.report_failures(failed, woken, on_round, listener is None)
         if woken or listener is not None:
             self.woke = True
+            self.turns_in_vain = 0
             raised = self.run_woken(woken, direct, listener) or raised
         if raised is not None:
             raise raised
@@ -438,17 +451,11 @@ cdef class Core:
         time_rails(&self.engine, every)
 
     def stop_thread(self) -> None:
-        """End the native thread and wait for its end (the thread never waits for the GIL). Idempotent."""
-        if not self.engine.threaded or not alive(&self.engine):
+        """End the native threads and wait for their ends (they never wait for the GIL). Idempotent."""
+        if not alive(&self.engine):
             return
         with nogil:
-            lock(&self.engine)
-            self.engine.stop = True
-            unlock(&self.engine)
-        signal_wake(&self.engine)
-        with nogil:
-            pthread_join(self.engine.thread, NULL)
-        self.engine.threaded = False
+            end_threads(&self.engine)
 
     def close(self) -> None:
         """Stop, and free everything. Idempotent; raises RuntimeError while peers are open."""
@@ -465,9 +472,7 @@ cdef class Core:
         self.engine.closed = True
         if self.engine.clock != NULL:
             self.engine.clock.forget(self.engine.clock_context, self.engine.timer_fd)
-        for fd in (self.engine.epoll_fd, self.engine.timer_fd, self.engine.notify_fd, self.engine.wake_fd):
-            if fd >= 0:
-                close(fd)
+        close_descriptors(&self.engine)
         if self.wakeup_event is not None:
             self.engine.wakeup_page = NULL
             self.wakeup_event.close()
@@ -489,6 +494,6 @@ cdef class Core:
 
     def __dealloc__(self):
         # A running thread uses this memory, so an engine that was never closed leaves it (and says so, in Python).
-        if not self.engine.threaded:
+        if not self.engine.threaded and not self.engine.has_idle_thread:
             table_free(&self.engine.state.counters)
             free(self.engine.times)

@@ -8,12 +8,13 @@ from libc.string cimport memcpy
 
 from aiote_native.channels cimport close_channel, free_channel, greet, new_channel
 from aiote_native.counters cimport table_orphan
+from aiote_native.descriptors cimport unwatch_descriptor, watch_descriptor
 from aiote_native.mailbox_failover cimport mailbox_attach, mailbox_release
 from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
 from aiote_native.peer_wakeups cimport WAKEUP_SLOTS, PeerWakeup
 from aiote_native.posting cimport peer_fail
-from aiote_native.progress cimport alive, kick, lock, unlock, unwatch_descriptor, usable, watch_descriptor
+from aiote_native.progress cimport alive, kick, lock, unlock, usable
 from aiote_native.provider cimport NativeEndpoint
 from aiote_native.ranges cimport ranges_orphan
 from aiote_native.resting cimport announce

@@ -15,6 +15,11 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_trylock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_join(pthread_t, void**)
+    ctypedef struct pthread_cond_t:
+        pass
+    int pthread_cond_init(pthread_cond_t*, void*)
+    int pthread_cond_signal(pthread_cond_t*)
+    int pthread_cond_wait(pthread_cond_t*, pthread_mutex_t*)
 
 # A watched value: a word in memory whose change a coroutine awaits.
 cdef struct Watched:
@@ -38,6 +43,7 @@ cdef struct Progress:
     uint32_t called       # the wake descriptor was written, and not read since
     int timer_fd
     int notify_fd
+    int loop_fd           # contains notify_fd, and epoll_fd unless `relieved`; negative: no idle thread (threads.pyx)
     WakeupPage* wakeup_page
     int wakeup_fd
     uint64_t spin_ns
@@ -61,6 +67,10 @@ cdef struct Progress:
     bint closed
     uint64_t epoch
     pthread_t thread
+    bint relieved         # the idle thread makes progress in the event loop's place
+    bint has_idle_thread
+    pthread_cond_t handed_over
+    uint64_t hand_overs
     uint64_t sleeps
     uint64_t rounds
     RailTimes* times      # of each rail (timing.pyx); NULL before the first `time_rails`
@@ -75,11 +85,9 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
 cdef int progress_once(Progress* self) noexcept nogil
 cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil
 cdef uint64_t slice_end(Progress* self) noexcept nogil
-cdef int start_thread(Progress* self) noexcept nogil
+cdef void call_loop(Progress* self) noexcept nogil
 cdef void lock(Progress* self) noexcept nogil
 cdef void unlock(Progress* self) noexcept nogil
-cdef int watch_descriptor(int epoll_fd, int fd) except -1
-cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil
 cdef void notify(Progress* self) noexcept nogil
 cdef void one_round(Progress* self, bint every) noexcept nogil
 cdef void signal_wake(Progress* self) noexcept nogil

@@ -9,22 +9,20 @@ provider refused, rails without a wait descriptor, watched values, and copies by
 The same function serves an event loop, and a native thread that never takes the GIL.
 """
 
-from libc.errno cimport ENOSPC, errno
+from libc.errno cimport ENOSPC
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.string cimport memset
 from posix.unistd cimport read, write
 
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.forks cimport check_process, fork_epoch
-from aiote_native.gates cimport batch_flush, gate_poll
+from aiote_native.gates cimport gate_poll
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_request, queue_failed
 from aiote_native.resting cimport arm, goes_on, look_for_stirred, rests
 from aiote_native.schedule cimport measure
-from aiote_native.status cimport check
 from aiote_native.stream_orders cimport look_at_holds
 from aiote_native.structs cimport (
     ARM_LATER, BROKEN, Completion, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, SUSPECT, Slot, WorkRequest)
@@ -32,8 +30,6 @@ from aiote_native.tallies cimport tally_again
 
 cdef extern from *:
     """
-    #include <sys/epoll.h>
-    #include <sched.h>
     #define aiote_store_word(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_swap_word(p, v) __atomic_exchange_n((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_SEQ_CST)
@@ -46,37 +42,12 @@ cdef extern from *:
         default: return __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE);
         }
     }
-    /* Start a thread that runs on processor `cpu` from its first instruction; on any processor if that is negative. */
-    static int aiote_start(pthread_t* thread, int cpu, void* (*function)(void*), void* argument) {
-        pthread_attr_t attributes;
-        cpu_set_t set;
-        int status = pthread_attr_init(&attributes);
-        if (status != 0) return status;
-        CPU_ZERO(&set);
-        if (cpu >= 0) {
-            if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-            status = pthread_attr_setaffinity_np(&attributes, sizeof(set), &set);
-        }
-        if (status == 0) status = pthread_create(thread, &attributes, function, argument);
-        pthread_attr_destroy(&attributes);
-        return status;
-    }
     """
     void aiote_store_word(uint32_t*, uint32_t) noexcept nogil
     uint32_t aiote_swap_word(uint32_t*, uint32_t) noexcept nogil
     void aiote_full_fence() noexcept nogil
     int aiote_add(int*, int) noexcept nogil
     uint64_t aiote_load_word(const void*, int) noexcept nogil
-    int aiote_start(pthread_t*, int, void* (*)(void*) noexcept nogil, void*) noexcept nogil
-    int sched_yield() noexcept nogil
-
-cdef extern from "<sys/epoll.h>" nogil:
-    struct epoll_event:
-        uint32_t events
-    int epoll_wait(int, epoll_event*, int, int)
-    int epoll_ctl(int, int, int, epoll_event*)
-    const int EPOLL_CTL_ADD, EPOLL_CTL_DEL
-    const uint32_t EPOLLIN
 
 cdef enum:
     DRAIN_ROUNDS = 8               # batches taken from one queue before the next one's turn
@@ -110,19 +81,6 @@ cdef void lock(Progress* self) noexcept nogil:
 
 cdef void unlock(Progress* self) noexcept nogil:
     pthread_mutex_unlock(&self.lock)
-
-
-cdef int watch_descriptor(int epoll_fd, int fd) except -1:
-    """Add a descriptor to the engine's set. `unwatch_descriptor` takes it out, before it is closed."""
-    cdef epoll_event event
-    memset(&event, 0, sizeof(event))
-    event.events = EPOLLIN
-    return check(-errno if epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) else 0, "epoll_ctl")
-
-
-cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil:
-    """Take a descriptor out of the engine's set. Closing it does not do that after a fork: the child has it, too."""
-    epoll_ctl(epoll_fd, EPOLL_CTL_DEL, fd, NULL)
 
 
 cdef void signal_wake(Progress* self) noexcept nogil:
@@ -462,38 +420,15 @@ cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
     return again
 
 
-cdef void notify(Progress* self) noexcept nogil:
-    """Tell the event loop that there is news, once for everything that it has not collected yet."""
+cdef void call_loop(Progress* self) noexcept nogil:
+    """Wake the event loop, once until it has collected what there is."""
     cdef uint64_t one = 1
-    if not self.notified and has_news(self):
+    if not self.notified:
         self.notified = True
         write(self.notify_fd, &one, sizeof(one))
 
 
-cdef void* run_thread(void* argument) noexcept nogil:
-    """Run the native thread of the `thread` mode. It never takes the GIL, so it runs while Python computes."""
-    cdef Progress* self = <Progress*> argument
-    cdef epoll_event events[8]
-    cdef int again
-    while True:
-        pthread_mutex_lock(&self.lock)
-        if self.stop:
-            pthread_mutex_unlock(&self.lock)
-            return NULL
-        self.asleep = False
-        # A woken task that has posted may compute for a long time before its turn ends.
-        batch_flush(&self.state.batch)
-        again = progress_once(self)
-        notify(self)
-        self.asleep = not again
-        pthread_mutex_unlock(&self.lock)
-        if not again:
-            epoll_wait(self.epoll_fd, events, 8, -1)
-        # A mutex is not fair: without this the event loop could wait for as long as the thread spins.
-        while aiote_add(&self.wanted, 0) > 0:
-            sched_yield()
-
-
-cdef int start_thread(Progress* self) noexcept nogil:
-    """Start the native thread; return 0 or an error number (EINVAL where it may not run on the processor asked for)."""
-    return aiote_start(&self.thread, self.cpu, run_thread, self)
+cdef void notify(Progress* self) noexcept nogil:
+    """Tell the event loop that there is news, once for everything that it has not collected yet."""
+    if has_news(self):
+        call_loop(self)

@@ -40,10 +40,10 @@ cdef dict statistics_of(Progress* engine):
     cdef Counts counts
     cdef State* state = &counts.state
     cdef int rail
-    if not (engine.threaded and alive(engine)):
+    if not ((engine.threaded or engine.has_idle_thread) and alive(engine)):
         copy(engine, &counts)
     else:
-        with nogil:  # the native thread changes these counts, most of them under the lock
+        with nogil:  # a native thread changes these counts, most of them under the lock
             lock(engine)
             copy(engine, &counts)
             unlock(engine)

@@ -1,7 +1,9 @@
 """Make progress on the event loop.
 
-Adaptive mode: the loop watches the core's one epoll descriptor. When the descriptor is readable or something was
-submitted, the driver does a round, and further rounds as long as the core asks for them; then the loop may sleep.
+Adaptive mode: the loop watches the core's one descriptor. When the descriptor is readable or something was submitted,
+the driver does a round, and further rounds as long as the core asks for them; then the loop may sleep. While nothing
+concerns the loop, the core's idle thread makes progress (aiote_native/threads.pyx) and makes the descriptor readable
+when there is news.
 Thread mode: the native thread makes progress and wakes the loop through an eventfd, once for everything that completed
 since the loop last looked.
 """
@@ -88,7 +90,8 @@ class Driver:
             self._core.wake()
 
     def _readable(self) -> None:
-        if not self._core.awake:
+        # The loop may have seen the descriptor readable before its last turn left progress to the idle thread.
+        if not self._core.awake and not self._core.left_alone:
             self._round()
 
     def _round_again(self) -> None:
@@ -159,6 +162,8 @@ class Driver:
                 self._leave_loop()
                 if not self._asyncio.is_closed():
                     self._asyncio.remove_reader(self._core.fd)
+                if not self._core.threaded:
+                    self._core.stop_thread()
             elif self._task is not None:
                 # During this call trio stops watching the descriptor. If the descriptor were closed before, trio would
                 # go on watching its number, and the next engine with that number could not watch it.

@@ -32,7 +32,7 @@ CHOICES = {
     "kind": ("aiote", "raw"),
     "mode": ("spin", "event", "default"),
     "loop": ("asyncio", "uvloop", "trio"),
-    "progress": ("adaptive", "thread"),
+    "progress": ("adaptive", "loop", "thread"),
     "memory": tuple(MEMORIES),
 }
 ADDED = {"memory": "host", "gpu_sharing": None}

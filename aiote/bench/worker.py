@@ -135,7 +135,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--provider", default="tcp")
     parser.add_argument("--mode", choices=["spin", "event", "default"], default="spin")
     parser.add_argument("--loop", choices=["asyncio", "uvloop", "trio"], default="asyncio")
-    parser.add_argument("--progress", choices=["adaptive", "thread"], default="adaptive")
+    parser.add_argument("--progress", choices=["adaptive", "loop", "thread"], default="adaptive")
     parser.add_argument("--spin-us", type=int)
     parser.add_argument("--rails", default="")
     parser.add_argument("--arena", type=int, default=64 << 20)

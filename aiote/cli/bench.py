@@ -89,8 +89,8 @@ OPTIONS: dict[str, tuple[object, Any]] = {
         typer.Option("asyncio", help="The event loop of aiote's processes."),
     ),
     "progress": (
-        Literal["adaptive", "thread"],
-        typer.Option("adaptive", help="Where aiote makes progress: its event loop or a native thread."),
+        Literal["adaptive", "loop", "thread"],
+        typer.Option("adaptive", help="Where aiote makes progress: see the setting of that name."),
     ),
     "memory": (
         Literal["host", "cuda", "cuda-host", "host-cuda"],

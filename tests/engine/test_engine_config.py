@@ -64,7 +64,7 @@ def test_defaults_are_valid_and_frozen():
         ({"connect_timeout": 0}, "connect_timeout=0: expected a positive number of seconds"),
         ({"drain_timeout": float("nan")}, "drain_timeout=nan: expected a positive number"),
         ({"heartbeat_interval": 3.0, "heartbeat_timeout": 3.0}, "must be smaller than heartbeat_timeout=3.0"),
-        ({"progress": "polling"}, "progress='polling': expected 'adaptive' or 'thread'"),
+        ({"progress": "polling"}, "progress='polling': expected 'adaptive', 'loop' or 'thread'"),
         ({"identity": b"short"}, "identity has 5 bytes, expected 16"),
         ({"cluster_key": b"short"}, "cluster_key has 5 bytes: expected at least 16"),
         ({"cluster_key": KEY.decode()}, "cluster_key must be bytes, got str"),

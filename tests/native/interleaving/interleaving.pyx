@@ -15,9 +15,10 @@ from libc.string cimport memset
 import os
 
 from aiote_native.core cimport Core
+from aiote_native.descriptors cimport watch_descriptor
 from aiote_native.peer_wakeups cimport PeerWakeup
 from aiote_native.posting cimport op_start
-from aiote_native.progress cimport Progress, progress_once, watch_descriptor
+from aiote_native.progress cimport Progress, progress_once
 from aiote_native.structs cimport Channel, Completion, Done, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest
 
 cdef extern from *:
