@@ -23,6 +23,7 @@ from aiote.cli import prove_link, prove_listen, prove_suites, prove_wire
 from aiote.cli.prove_report import Outcome, Report, boot, machine, now
 from aiote.cli.prove_run import PULLED, Run, Subject, far_machine, parts
 from aiote.cli.prove_wire import FarLost, FarRefused
+from aiote.rails.libfabric import efa_state
 from aiote.rails.ports import read_ports
 from aiote.testing.contract import HostMemory, gpu_memory
 
@@ -205,7 +206,9 @@ def _subject(what: str, rails: list[str] | None, peer_rails: list[str] | None, o
             return Subject(what, what, None, None, HostMemory(), "this machine has no RDMA port that is up")
         # Bytes between two devices cross a wire. A single device sends to itself.
         rails, peer_rails = ports[:1], peer_rails or ports[1:2] or ports[:1]
-    return Subject(what, what, rails, peer_rails or rails, HostMemory())
+    # An endpoint shows more than the list of NICs: an old driver has no descriptor to sleep on.
+    lacks = efa_state(aiote.EngineConfig().libfabric, here=False)[1] if what == "efa" else ""
+    return Subject(what, what, rails, peer_rails or rails, HostMemory(), lacks)
 
 
 def _machine() -> dict[str, Any]:
