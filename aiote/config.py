@@ -123,7 +123,8 @@ class EngineConfig:
     engine. verbs: settings of rails that libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of
     libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when GPU memory is first registered. gpu_sharing: whether
     processes of this host that have the cluster key may open allocations of registered GPU memory, and this engine
-    theirs.
+    theirs. fallback: whether a `socket` rail is opened beside NICs that have few queue pairs (EFA), for peers that find
+    none left.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
@@ -152,6 +153,7 @@ class EngineConfig:
     libfabric: str = _setting("libfabric", "")
     libcuda: str = _setting("libcuda", "")
     gpu_sharing: bool = _setting("gpu_sharing", True, _as_switch)
+    fallback: bool = _setting("fallback", True, _as_switch)
 
     @property
     def of_rail_set(self) -> dict[str, Any]:
@@ -164,6 +166,7 @@ class EngineConfig:
             "messages": self.message_pool,
             "ring_bytes": self.ring_bytes,
             "gpu_sharing": self.gpu_sharing,
+            "fallback": self.fallback,
             "spin_us": self.spin_us,
             "threaded": self.progress == "thread",
             "idle_thread": self.progress == "adaptive",
@@ -182,7 +185,7 @@ class EngineConfig:
         for name in ("host", "libfabric", "libcuda"):
             if not isinstance(getattr(self, name), str | None):
                 raise UsageError(f"{name} must be text, got {type(getattr(self, name)).__name__}")
-        for name in ("status_page", "gpu_sharing"):
+        for name in ("status_page", "gpu_sharing", "fallback"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:

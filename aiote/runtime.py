@@ -75,7 +75,7 @@ class Runtime:
         identity = config.identity or secrets.token_bytes(16)
         # The port is known when the engine listens.
         self.address = Address(host, config.port or 1, identity, next_incarnation())
-        self.rail_set = RailSet(provider, rails, host=host, spare=True, **config.of_rail_set)
+        self.rail_set = RailSet(provider, rails, host=host, **config.of_rail_set)
         assert self.rail_set.core is not None
         self.core: Core = self.rail_set.core
         self.core.own_loop = self.loop.own

@@ -110,7 +110,7 @@ class RailSet:
     `host` chooses the rail of an IP provider when `rails` does not name any. `largest` bounds a single message below
     the provider's own bound (0: no bound). `verbs` are settings of verbs devices; `messages` is the number of a peer's
     messages that are buffered. `ring_bytes` is the length of `local` rings; `gpu_sharing` tells whether `local` shares
-    GPU memory. With `spare`, a socket rail is added to scarce rails. A peer that makes no progress in `shm` of
+    GPU memory. With `fallback`, a socket rail is added to scarce rails. A peer that makes no progress in `shm` of
     libfabric 1 is failed after `silence` seconds. `cuda` is the path of the driver of CUDA devices.
     """
 
@@ -129,7 +129,7 @@ class RailSet:
         messages: int = 16,
         ring_bytes: int = 2 << 20,
         gpu_sharing: bool = True,
-        spare: bool = False,
+        fallback: bool = False,
         silence: float = 3.0,
         cuda: str = "",
         **core: Any,
@@ -143,7 +143,7 @@ class RailSet:
         self._reach = weakref.WeakKeyDictionary()
         self._event_pools: dict[int, EventPool] = {}
         settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
-        local = bool(core.get("threaded")), ring_bytes, gpu_sharing, spare
+        local = bool(core.get("threaded")), ring_bytes, gpu_sharing, fallback
         try:
             found, clock = open_rails(RailRequest(provider, rails, host, library, settings, *local), self.rails)
             if clock is not None:

@@ -30,8 +30,8 @@ class RailRequest:
     """The request of an engine: a provider or "auto", names of NICs or their addresses, its own address, a library.
 
     `verbs` are settings of verbs devices; `threaded`: a native thread makes progress; `ring_bytes`: the size of a
-    `local` ring; `gpu_sharing`: whether `local` shares GPU memory; `spare`: a socket rail is added to scarce rails, for
-    peers that find no endpoint left.
+    `local` ring; `gpu_sharing`: whether `local` shares GPU memory; `fallback`: a socket rail is added to scarce rails,
+    for peers that find no endpoint left.
     """
 
     provider: str
@@ -42,7 +42,7 @@ class RailRequest:
     threaded: bool = False
     ring_bytes: int = 2 << 20
     gpu_sharing: bool = True
-    spare: bool = False
+    fallback: bool = False
 
 
 def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | None, Any]:
@@ -75,7 +75,7 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
             )
         for index, place in enumerate(choose(provider, request.names, request.host, found)):
             rails.append(LibfabricRail(index, *place, found))
-        if request.spare and rails[0].traits.scarce:
+        if request.fallback and rails[0].traits.scarce:
             rails.append(SocketRail(len(rails), *choose_sockets(None, request.host)[0]))
     if request.provider == AUTO and may_make_rings():
         # For peers on this host. It does not affect peers on other hosts.

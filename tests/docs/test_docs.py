@@ -200,6 +200,7 @@ OTHER_VALUES = {
     "libfabric": ("/a/path", "/a/path"),
     "libcuda": ("/a/path", "/a/path"),
     "gpu_sharing": ("off", False),
+    "fallback": ("off", False),
     "message_bytes": ("4096", 4096),
     "heartbeat_interval": ("0.5", 0.5),
     "ring_bytes": ("1048576", 1 << 20),

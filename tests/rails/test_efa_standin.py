@@ -86,3 +86,13 @@ def test_a_socket_carries_a_peer_for_which_a_nic_has_no_queue_pair_left(tmp_path
     assert "the NIC has no endpoint left for it" in said
     assert "the peer's NIC has no endpoint left for this engine" in said
     assert "efa socket (0, 1000)" in said
+
+
+def test_without_the_fallback_such_a_peer_is_refused_and_no_socket_is_open(tmp_path: Path) -> None:
+    rails, *errors = run(tmp_path, libraries()[0], "without_fallback", EFA_STANDIN_QPS="1").splitlines()
+    assert rails == "rails: efa efa"
+    assert len(errors) == 2
+    for error in errors:
+        assert error.startswith("PeerError ")
+        assert "the NIC has no queue pair left: it has 1 for all processes of this host" in error
+    assert not list(tmp_path.iterdir())

@@ -59,6 +59,19 @@ async def crowded() -> None:
         print(*(rail.provider for rail in left.rails), left.statistics().carried)
 
 
+async def without_fallback() -> None:
+    """As `crowded`, and no socket beside the NIC: the peer is refused by an error that says why."""
+    both = {"provider": "efa", "fallback": False, "connect_timeout": 20.0}
+    async with aiote.open_engine(**both) as left, aiote.open_engine(**both) as right:
+        print("rails:", *(rail.provider for rail in left.rails + right.rails))
+        for initiator, target in ((left, right), (right, left)):
+            try:
+                await initiator.connect(target.address)
+            except aiote.AioteError as error:
+                print(type(error).__name__, error)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)
-    asyncio.run({"transfers": transfers, "refused": refused, "crowded": crowded}[sys.argv[1]]())
+    cases = (transfers, refused, crowded, without_fallback)
+    asyncio.run({case.__name__: case for case in cases}[sys.argv[1]]())
