@@ -124,7 +124,7 @@ class EngineConfig:
     libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when GPU memory is first registered. gpu_sharing: whether
     processes of this host that have the cluster key may open allocations of registered GPU memory, and this engine
     theirs. fallback: whether a `socket` rail is opened beside NICs that have few queue pairs (EFA), for peers that find
-    none left.
+    none left. kept_receive_bytes: how much receive memory of connectors stays mapped and registered while it is unused.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
@@ -147,6 +147,7 @@ class EngineConfig:
     ring_bytes: int = _setting("ring_bytes", 2 << 20, int)
     max_transfers: int = _setting("max_transfers", 16384, int)
     max_counters: int = _setting("max_counters", 1 << 20, int)
+    kept_receive_bytes: int = _setting("kept_receive_bytes", 1 << 30, int)
     schedule: Literal["earliest-finish", "round-robin"] = _setting("schedule", "earliest-finish")
     status_page: bool = _setting("status_page", True, _as_switch)
     verbs: VerbsConfig = field(default_factory=VerbsConfig)
@@ -217,6 +218,7 @@ class EngineConfig:
             "ring_bytes": RING_BYTES,
             "max_transfers": (1, 1 << 24),
             "max_counters": (1, 1 << 28),
+            "kept_receive_bytes": (0, 1 << 40),
         }
         _check_integers(self, limits)
         if self.ring_bytes & (self.ring_bytes - 1):

@@ -3,11 +3,13 @@
 A program calls `register()` before the actors' classes, then uses `@ray.method(tensor_transport="AIOTE")`; see
 docs/connectors.md. The source registers the tensors of an object, and Ray carries their descriptors; the receiver reads
 the tensors. A process opens its engine when it first sends or receives tensors. A fetch is one call on the bridge;
-aborting or dropping the fetch cancels that call.
+aborting or dropping the fetch cancels that call. Tensors are received into memory that the bridge lends: it comes back,
+still mapped and registered, when no tensor, view or array uses it any more.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,9 +28,10 @@ from ray.experimental.rdt.tensor_transport_manager import (
     TensorTransportManager,
     TensorTransportMetadata,
 )
-from ray.experimental.rdt.util import create_empty_tensors_from_metadata, transport_manager_info
+from ray.experimental.rdt.util import transport_manager_info
 
 from .. import bridge as bridges
+from ..bridge.receive_memory import MIN_BYTES, Block, ReceiveMemory
 from .views import bytes_at
 
 __all__ = ["NAME", "AioteFetch", "AioteTensorTransport", "AioteTransportMetadata", "register"]
@@ -36,6 +39,8 @@ __all__ = ["NAME", "AioteFetch", "AioteTensorTransport", "AioteTransportMetadata
 NAME = "AIOTE"
 MAX_ABORTED = 1024
 """How many aborted objects are remembered, so that a fetch that begins later fails. Older ones will not be fetched."""
+Target = tuple[torch.Tensor, Block | None]
+"""A tensor to read into, and the block of receive memory that it lies in."""
 AT_ONCE = 16
 """How many tensors of an object are read at a time: enough to hide the round trip, yet a small part of the queue."""
 
@@ -72,6 +77,7 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bridge: bridges.Bridge | None = None
+        self._memory: ReceiveMemory | None = None
         self._sources: dict[str, tuple[AioteTransportMetadata, list[bridges.Registration]]] = {}
         self._calls: dict[bridges.Call[None], str] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
@@ -80,9 +86,21 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def bridge(self) -> bridges.Bridge:
         """This process's bridge; the first access opens it, with the settings `AIOTE_*` of the environment."""
         with self._lock:
-            if self._bridge is None or self._bridge.closed:
-                self._bridge = bridges.acquire()
-            return self._bridge
+            return self._opened_bridge()
+
+    @property
+    def memory(self) -> ReceiveMemory:
+        """The memory to receive into, of this process's bridge; `kept_receive_bytes` bounds its unused part."""
+        with self._lock:
+            bridge = self._opened_bridge()
+            if self._memory is None or self._memory.bridge is not bridge:
+                self._memory = ReceiveMemory(bridge, bridge.engine.config.kept_receive_bytes)
+            return self._memory
+
+    def _opened_bridge(self) -> bridges.Bridge:
+        if self._bridge is None or self._bridge.closed:
+            self._bridge = bridges.acquire()
+        return self._bridge
 
     @property
     def registrations(self) -> int:
@@ -191,14 +209,17 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         self, obj_id: str, metadata: AioteTransportMetadata, target_buffers: list[torch.Tensor] | None
     ) -> AioteFetch:
         """Return a fetch that has not begun."""
-        tensors = target_buffers
-        if tensors is None:
-            tensors = create_empty_tensors_from_metadata(metadata)
-        elif any(tensor.device.type != "cpu" for tensor in tensors):
+        memory = self.memory
+        bridge = memory.bridge
+        if target_buffers is None:
+            targets = [borrow(memory, shape, dtype) for shape, dtype in metadata.tensor_meta]
+        elif any(tensor.device.type != "cpu" for tensor in target_buffers):
             raise ValueError(f"{NAME} fetches into tensors on the CPU only")
-        bridge = self.bridge
-        call = bridge.prepare(self._read(bridge, tensors, metadata.descriptors, again=target_buffers is not None))
+        else:
+            targets = [(tensor, None) for tensor in target_buffers]
+        call = bridge.prepare(self._read(bridge, targets, metadata.descriptors, again=target_buffers is not None))
         call.add_done_callback(lambda _: self._calls.pop(call, None))
+        tensors = [tensor for tensor, _ in targets] if target_buffers is None else target_buffers
         return AioteFetch(obj_id, tensors, call)
 
     def _begin(self, fetch: AioteFetch) -> None:
@@ -209,24 +230,35 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
             self._calls[fetch.call] = fetch.obj_id
         fetch.call.start()
 
-    async def _read(
-        self, bridge: bridges.Bridge, tensors: list[torch.Tensor], descriptors: list[bytes], again: bool
-    ) -> None:
-        room, engine = anyio.CapacityLimiter(AT_ONCE), bridge.engine
+    async def _read(self, bridge: bridges.Bridge, targets: list[Target], descriptors: list[bytes], again: bool) -> None:
+        room = anyio.CapacityLimiter(AT_ONCE)
 
-        async def read(tensor: torch.Tensor, descriptor: bytes) -> None:
-            # The caller's buffers stay registered, because they are used again. New tensors are not, because their
-            # registrations would only keep their memory.
-            async with room, await register_target(bridge, tensor, again) as memory:
-                await engine.read(engine.attach(descriptor), memory.region if again else memory)
+        async def read(target: Target, descriptor: bytes) -> None:
+            async with room:
+                await self._read_one(bridge, target, descriptor, again)
 
+        reads = [pair for pair in zip(targets, descriptors, strict=True) if pair[1]]
+        if len(reads) == 1:
+            await self._read_one(bridge, *reads[0], again)
+            return
         try:
             async with anyio.create_task_group() as tasks:
-                for tensor, descriptor in zip(tensors, descriptors, strict=True):
-                    if descriptor:
-                        tasks.start_soon(read, tensor, descriptor)
+                for pair in reads:
+                    tasks.start_soon(read, *pair)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _read_one(self, bridge: bridges.Bridge, target: Target, descriptor: bytes, again: bool) -> None:
+        (tensor, block), source = target, bridge.engine.attach(descriptor)
+        if block is not None:
+            await bridge.engine.read(source, await block.region(bridge, tensor.nbytes))
+        elif again:
+            # The caller's buffers stay registered, because they are used again.
+            async with await bridge.register_async(tensor, "local") as held:
+                await bridge.engine.read(source, held.region)
+        else:
+            async with await bridge.engine.register_async(bytes_at(tensor), "local") as region:
+                await bridge.engine.read(source, region)
 
     def wait_fetch_complete(self, fetch_request: AioteFetch, timeout: float = -1) -> list[torch.Tensor]:
         """Wait for a fetch and return its tensors. Raises TimeoutError, and RayDirectTransportError if it failed.
@@ -276,8 +308,11 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
             call.cancel()
 
 
-async def register_target(bridge: bridges.Bridge, tensor: torch.Tensor, again: bool) -> Any:
-    """Register a tensor as the target of a read. With `again` its registration is kept for later reads."""
-    if again:
-        return await bridge.register_async(tensor, "local")
-    return await bridge.engine.register_async(bytes_at(tensor), "local")
+def borrow(memory: ReceiveMemory, shape: Any, dtype: torch.dtype) -> Target:
+    """Return a new tensor, and the block that it lies in if it is large enough for one."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < MIN_BYTES:
+        return torch.empty(shape, dtype=dtype), None
+    lent, block = memory.borrow(nbytes)
+    # The tensor's storage holds the array, whose end gives the block back.
+    return torch.from_numpy(lent).view(dtype).reshape(shape), block

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiote
-from bridges import Work, aside, bridge_to, value
+from bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
 from engines import PATIENCE_S
 from interrupts import Interrupts
 from tensors import Tensor, tensor
+
+UINT8 = np.dtype(np.uint8)
 
 
 @dataclass
@@ -39,10 +42,22 @@ class TransportError(Exception):
     """Ray's."""
 
 
+class Lent:
+    """Memory that keeps the array it was made of, as torch's storages do; a view of NumPy keeps only its base."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.__array_interface__ = array, array.__array_interface__
+
+
 def stand_ins() -> dict[str, ModuleType]:
     """What the connector imports of its hosts."""
     contents: dict[str, dict[str, Any]] = {
-        "torch": {"Tensor": Tensor},
+        "torch": {
+            "Tensor": Tensor,
+            "dtype": np.dtype,
+            "empty": lambda shape, dtype: np.empty(shape, dtype).view(Tensor),
+            "from_numpy": lambda array: np.asarray(Lent(array)).view(Tensor),
+        },
         "ray": {},
         "ray.exceptions": {"RayDirectTransportError": TransportError},
         "ray.experimental": {"register_tensor_transport": lambda *_: None},
@@ -54,7 +69,6 @@ def stand_ins() -> dict[str, ModuleType]:
             "TensorTransportMetadata": Metadata,
         },
         "ray.experimental.rdt.util": {
-            "create_empty_tensors_from_metadata": lambda found: [tensor(shape[0]) for shape, _ in found.tensor_meta],
             "transport_manager_info": {},
         },
     }
@@ -117,16 +131,16 @@ def test_an_object_of_which_one_tensor_is_refused_leaves_nothing_registered(tran
 
 @pytest.mark.parametrize("descriptors", [[b"junk"], [b"\xff" * 200], [b"a", b"b"], []], ids=range(4))
 def test_a_malformed_descriptor_fails_its_fetch_and_no_other(transport, ray, descriptors):
-    metadata = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", descriptors)
+    metadata = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", descriptors)
     with pytest.raises(TransportError, match="the fetch of a failed"):
         aside(transport.recv_multiple_tensors, "a", metadata, None)
     assert transport._calls == {}
-    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
+    nothing = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b""])
     assert len(aside(transport.recv_multiple_tensors, "a", nothing, None)) == 1
 
 
 def test_an_abort_before_the_fetch_ends_the_next_one_alone(transport, ray):
-    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
+    nothing = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b""])
     aside(transport.abort_transport, "a", None)
     with pytest.raises(TransportError, match="aborted before it began"):
         aside(transport.recv_multiple_tensors, "a", nothing, None)
@@ -145,7 +159,7 @@ def test_a_fetch_that_is_given_up_ends(transport, ray, monkeypatch, how):
         await ray.anyio.sleep_forever()
 
     monkeypatch.setattr(transport, "_read", never)
-    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
+    nothing = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b""])
     fetch = aside(transport.fetch_multiple_tensors, "a", nothing, None)
     call = fetch.call
     if how == "abort_transport":
@@ -161,9 +175,55 @@ def test_a_fetch_that_is_given_up_ends(transport, ray, monkeypatch, how):
     assert transport._calls == {}
 
 
+def test_large_tensors_are_fetched_into_memory_that_nobody_has(transport, ray):
+    nbytes = 3 << 20
+    with memory_elsewhere("local", nbytes) as (descriptor, theirs, _):
+        metadata = ray.AioteTransportMetadata([((3, nbytes // 3), UINT8)], "cpu", [descriptor])
+
+        def fetch(mark: int) -> Any:
+            theirs[:] = mark
+            (found,) = aside(transport.recv_multiple_tensors, str(mark), metadata, None)
+            assert found.shape == (3, nbytes // 3)
+            assert found.min() == found.max() == mark
+            return found
+
+        first = fetch(1)
+        address, held = first.data_ptr(), first[1:, 5:]
+        del first
+        # A view keeps its memory from the next fetch.
+        second = fetch(2)
+        assert second.data_ptr() != address
+        assert held.min() == held.max() == 1
+        regions = transport.bridge.engine.statistics().regions
+        del held
+        gc.collect()
+        third = fetch(3)
+        assert third.data_ptr() == address
+        assert second.min() == second.max() == 2
+        assert transport.bridge.engine.statistics().regions == regions
+
+
+def test_memory_of_a_fetch_that_was_given_up_is_free_once_the_fetch_has_ended(transport, ray, monkeypatch):
+    nbytes, stubborn = 1 << 20, Stubborn()
+    monkeypatch.setattr(transport, "_read_one", lambda *_: stubborn.run())
+    metadata = ray.AioteTransportMetadata([((nbytes,), UINT8)], "cpu", [b"x"])
+    fetch = aside(transport.fetch_multiple_tensors, "a", metadata, None)
+    address = fetch.tensors[0].data_ptr()
+    stubborn.until(stubborn.begun)
+    del fetch
+    stubborn.until(stubborn.cancelled)
+    gc.collect()
+    during = transport.memory.borrow(nbytes)[0]
+    assert during.ctypes.data != address
+    stubborn.may_end.set()
+    nothing_left(transport)
+    gc.collect()
+    assert transport.memory.borrow(nbytes)[0].ctypes.data == address
+
+
 def test_a_callback_that_would_wait_for_a_fetch_is_refused(transport, ray, monkeypatch):
-    never = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b"x"])
-    nothing = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
+    never = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b"x"])
+    nothing = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b""])
     reading, may_read = transport._read, threading.Event()
 
     async def read(bridge: Any, tensors: Any, descriptors: list[bytes], again: bool) -> None:
@@ -229,7 +289,7 @@ def nothing_left(transport: Any) -> None:
 @pytest.mark.parametrize("how", ["recv", "fetch and wait"])
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_fetch_that_is_interrupted_at_any_step_is_over(transport, ray, monkeypatch, how):
-    metadata = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
+    metadata = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b""])
     works: list[Work] = []
 
     def fetch() -> None:
@@ -299,7 +359,7 @@ def test_an_abort_that_is_interrupted_can_be_made_again(transport, ray, monkeypa
         await ray.anyio.sleep_forever()
 
     monkeypatch.setattr(transport, "_read", never)
-    metadata = ray.AioteTransportMetadata([((10,), "uint8")], "cpu", [b""])
+    metadata = ray.AioteTransportMetadata([((10,), UINT8)], "cpu", [b""])
     fetches = [aside(transport.fetch_multiple_tensors, "a", metadata, None)]
 
     def abort() -> None:
