@@ -14,6 +14,9 @@ from ray.experimental.rdt.util import get_tensor_transport_manager
 from aiote.connectors.ray import NAME, AioteTensorTransport, register
 from idleness import come_to_rest
 
+GATE_S = 120
+"""A gate that nobody opens hangs for so long at most."""
+
 # Before the classes: Ray knows the name when it meets it at a method.
 register()
 
@@ -50,6 +53,10 @@ def at_rest(_: Any) -> None:
     asyncio.run(come_to_rest(manager().bridge.engine))
 
 
+def open_gate(actor: Any) -> None:
+    actor.gate.set()
+
+
 def abort(_: Any, obj_id: str) -> None:
     manager().abort_transport(obj_id, None)
 
@@ -64,6 +71,10 @@ class Actor:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def block(self) -> bool:
+        """Occupy the actor's thread until `open_gate`."""
+        return self.gate.wait(GATE_S)
 
     @ray.method(tensor_transport=NAME)
     def full(self, count: int, value: int) -> torch.Tensor:
