@@ -5,7 +5,8 @@ namespaces of its own, without a network. A Python that the host's release lacks
 comes from a later release. pip installs the wheel there from a folder of wheels. Then run `aiote info`, `aiote doctor`,
 `aiote demo kvcache` and the README's first program, the last two over `local` and over `socket`.
 
-A wheel for one Python runs there on this one; a wheel for all Pythons runs on each that can be had.
+A wheel for one Python runs there on this one; a wheel for all Pythons runs on each that can be had. Of a folder of
+wheels, each Python gets the one that pip takes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import debian_root
 import pythons
+import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("dash", "coreutils", "libstdc++6")  # the last one for NumPy
@@ -171,20 +173,27 @@ def versions_of(wheel: Path) -> list[str]:
     return known[known.index(f"3.{minor}") :] if abi == "abi3" else [f"3.{minor}"]
 
 
+def pairs(path: Path, versions: list[str] | None) -> list[tuple[Path, str]]:
+    """Return which wheel is to run on which Python."""
+    if path.is_dir():
+        return [(wheels.taken(path, version, os.uname().machine), version) for version in versions or pythons.named()]
+    return [(path, version) for version in versions or versions_of(path)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Install a wheel in a clean root and use it.")
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, help="the wheel, or a folder with some")
     parser.add_argument("--python", nargs="+", help="on which Pythons (each that the wheel is for)")
     parser.add_argument("--suite", help="the release of Debian that has them (found out)")
     arguments = parser.parse_args()
-    wheel = arguments.wheel
-    became: dict[str, str] = {}
-    for version in arguments.python or versions_of(wheel):
+    became: dict[tuple[Path, str], str] = {}
+    for wheel, version in pairs(arguments.wheel, arguments.python):
         source = Origin(version, arguments.suite) if arguments.suite else origin(version)
         if source:
             check(wheel, source)
-        became[version] = f"works without compiler, libfabric and libibverbs on {source}" if source else NOT_RUN
-    print(*(f"--- {wheel.name}: {said.format(version)}" for version, said in became.items()), sep="\n", flush=True)
+        became[wheel, version] = f"works without compiler, libfabric and libibverbs on {source}" if source else NOT_RUN
+    for (wheel, version), said in became.items():
+        print(f"--- {wheel.name}: {said.format(version)}", flush=True)
     if all(said == NOT_RUN for said in became.values()):
         raise SystemExit("error: it was run on no Python")
 

@@ -106,15 +106,6 @@ def sdist(dist: Path) -> None:
         run(*NO_NETWORK, sys.executable, "-P", "-S", "-c", f"{paths}; {say_version}")
 
 
-def chosen(dist: Path) -> Path:
-    """Return the wheel that pip takes here."""
-    with tempfile.TemporaryDirectory() as folder:
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-index")
-        run(*pip, "--no-deps", "--pre", "--find-links", dist, "--only-binary=:all:", "--dest", folder, "aiote")
-        (found,) = Path(folder).glob("*.whl")
-        return dist / found.name
-
-
 def clean(dist: Path) -> None:
     """Every wheel for this processor works in a root folder that has Python alone, on each Python that it is for."""
     for path in sorted(dist.glob(f"*{os.uname().machine}.whl")):
@@ -127,6 +118,7 @@ def check(dist: Path) -> None:
     shutil.rmtree(venv, ignore_errors=True)
     run(sys.executable, ROOT / "tools" / "environment.py", venv, "dev")
     python = venv / "bin" / "python"
+    taken = wheels.taken(dist, "{}.{}".format(*sys.version_info), os.uname().machine)
     run(
         python,
         "-m",
@@ -136,7 +128,7 @@ def check(dist: Path) -> None:
         "--quiet",
         "--no-index",
         "--no-deps",
-        chosen(dist),
+        taken,
     )
     run(python, ROOT / "tools" / "run_tests.py", "--check")
 

@@ -1,12 +1,17 @@
 """Build the wheel, install it into a folder of its own, and run the tests from a copy of them far from the sources.
 
+usage: test_wheel.py [--dist FOLDER] [PYTEST'S ARGUMENTS...]
+
+With --dist nothing is built: the tests run on the wheel that pip takes from the folder for this Python.
+
 What an installed package lacks that the tree has (a module that no build file names, a stub, a file of data) shows here
-alone. Tests about the tree itself stay behind: those of lint, docs, tools and examples. Arguments are handed to pytest.
-Then the wheel is used where nothing else is (clean_install.py).
+alone. Tests about the tree itself stay behind: those of lint, docs, tools and examples. Then the wheel is used where
+nothing else is (clean_install.py); of a folder, the wheel that pip takes for each Python is.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -14,6 +19,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
@@ -31,6 +38,7 @@ FOLDERS = (
 )
 OF_THE_TREE = ("tests/bench/test_bench_kvcache.py",)  # it runs the tool beside it
 WANTED = ("aiote/py.typed", "aiote/bench/aiote-bench-raw", "aiote_native/core.pyi", "aiote_native/core.pxd")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 UNWANTED = ("__pycache__", "meson.build", ".c")
 
 
@@ -48,19 +56,28 @@ def complaints(wheel: Path) -> list[str]:
     ]
 
 
+def made(into: Path) -> Path:
+    """Build this checkout's wheel."""
+    command = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", into, ROOT)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    if run(*PIP, *command, env={**os.environ, "PATH": path}):
+        raise SystemExit(1)
+    (wheel,) = into.glob("aiote-*.whl")
+    return wheel
+
+
 def main() -> int:
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    parser = argparse.ArgumentParser(description="Test a wheel away from the sources.")
+    parser.add_argument("--dist", type=Path, help="the folder of wheels to take (one is built)")
+    given, for_pytest = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="aiote-wheel-") as folder:
         here = Path(folder)
-        built = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", here, ROOT)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        if run(*pip, *built, env={**os.environ, "PATH": path}):
-            return 1
-        (wheel,) = here.glob("aiote-*.whl")
+        own = "{}.{}".format(*sys.version_info)
+        wheel = wheels.taken(given.dist, own, os.uname().machine) if given.dist else made(here)
         if wrong := complaints(wheel):
             print(f"{wheel.name}:", *wrong, sep="\n  ")
             return 1
-        if run(*pip, "install", "--no-index", "--no-deps", "--target", here / "site", wheel):
+        if run(*PIP, "install", "--no-index", "--no-deps", "--target", here / "site", wheel):
             return 1
         for name in FOLDERS:
             shutil.copytree(ROOT / "tests" / name, here / "tests" / name)
@@ -79,8 +96,8 @@ def main() -> int:
             "tests",
             *(f"--ignore={each}" for each in OF_THE_TREE),
         )
-        status = run(sys.executable, "-P", "-m", "pytest", *chosen, *sys.argv[1:], cwd=here, env=environment)
-        return status or run(sys.executable, ROOT / "tools" / "clean_install.py", wheel)
+        status = run(sys.executable, "-P", "-m", "pytest", *chosen, *for_pytest, cwd=here, env=environment)
+        return status or run(sys.executable, ROOT / "tools" / "clean_install.py", given.dist or wheel)
 
 
 if __name__ == "__main__":

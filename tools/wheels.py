@@ -36,6 +36,8 @@ KINDS = ("limited", "own")
 OLDEST = "3.11"  # its limited API serves all later versions
 TAGS = re.compile(r"-cp3(\d+)-(abi3|cp3\1)-.*(x86_64|aarch64)\.whl$")
 OLDER = re.compile(r"manylinux_(\d+)_(\d+)_")
+# Releases of the C library that wheels of ours and of what aiote needs are tagged with.
+TAGGED = ("manylinux_2_28", "manylinux_2_27", "manylinux2014", "manylinux_2_17")
 NEEDED = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 # Headers that are the same on every processor; a folder of their own keeps this machine's C library out.
 HEADERS = {"rdma": "fabric.h", "infiniband": "verbs.h"}
@@ -101,6 +103,21 @@ def target_of(path: Path) -> Target:
         raise SystemExit(f"error: {path.name} has other tags than make wheels gives")
     minor, abi, machine = match.groups()
     return Target("limited" if abi == "abi3" else "own", f"3.{minor}", machine)
+
+
+def tags_of(version: str, machine: str) -> list[str]:
+    """Return the options that make pip choose as it does on this Python and processor."""
+    platforms = [f"--platform={each}_{machine}" for each in TAGGED]
+    return ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}", *platforms]
+
+
+def taken(folder: Path, version: str, machine: str) -> Path:
+    """Return the wheel that pip takes from a folder on this Python and processor."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-index", "--pre")
+    with tempfile.TemporaryDirectory() as there:
+        run(*pip, *tags_of(version, machine), "--no-deps", "--find-links", folder, "--dest", there, "aiote")
+        (found,) = Path(there).glob("*.whl")
+        return folder / found.name
 
 
 def targets(kinds: Collection[str], versions: Collection[str], machines: Collection[str]) -> Iterator[Target]:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,23 @@ def test_a_wheel_is_run_on_each_python_that_it_is_for():
     tags = "manylinux_2_28_x86_64.whl"
     assert clean_install.versions_of(Path(f"aiote-0.3.0-cp311-abi3-{tags}")) == pythons.named()
     assert clean_install.versions_of(Path(f"aiote-0.3.0-cp313-cp313-{tags}")) == ["3.13"]
+
+
+def test_each_python_gets_the_wheel_that_pip_takes(tmp_path):
+    machine = os.uname().machine
+    for tag in ("cp311-abi3", "cp313-cp313"):
+        name = f"aiote-0.3.0.dev4-{tag}-manylinux_2_28"
+        with zipfile.ZipFile(tmp_path / f"{name}_{machine}.whl", "w") as wheel:
+            wheel.writestr(
+                "aiote-0.3.0.dev4.dist-info/METADATA", "Metadata-Version: 2.1\nName: aiote\nVersion: 0.3.0.dev4\n"
+            )
+            wheel.writestr(
+                "aiote-0.3.0.dev4.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}-manylinux_2_28_{machine}\n"
+            )
+    pairs = clean_install.pairs(tmp_path, ["3.11", "3.13", "3.14"])
+    found = {version: wheels.target_of(path).tag for path, version in pairs}
+    assert found == {"3.11": "cp311-abi3", "3.13": "cp313-cp313", "3.14": "cp311-abi3"}
+    (one,) = tmp_path.glob("*cp313*")
+    assert clean_install.pairs(one, None) == [(one, "3.13")]
+    with pytest.raises(SystemExit):
+        wheels.taken(tmp_path, "3.11", {"x86_64": "aarch64"}.get(machine, "x86_64"))
