@@ -15,18 +15,18 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import debian_root
+import pythons
+import wheels
 import ziglang
 from environment import PINS, exact
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "build" / "arm64"
 QEMU = "qemu-aarch64"
-PYTHON = "usr/bin/python3.11"
-PACKAGES = ("python3.11", "libpython3.11-dev", "libstdc++6", "libfabric1")
-PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
+PACKAGES = ("python{0}", "libpython{0}-dev", "libstdc++6", "libfabric1")
 NEEDS = (
     "anyio",
     "msgspec",
@@ -48,7 +48,7 @@ WRAPPER = """#!/bin/sh
 preload=$LD_PRELOAD
 unset LD_PRELOAD
 export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{site}"
-exec {qemu} -L "{system}" ${{preload:+-E "LD_PRELOAD=$preload"}} "{system}/{program}" "$@"
+exec {qemu} -L "{system}" ${{preload:+-E "LD_PRELOAD=$preload"}} "{system}/usr/bin/python{version}" "$@"
 """
 SITECUSTOMIZE = "import sys\nsys.executable = {wrapper!r}\n"
 
@@ -61,81 +61,100 @@ def run(*command: str | Path, check: bool = True, **environment: str) -> int:
     return status
 
 
-def wheel(folder: Path) -> Path:
-    """Return the wheel for every Python on arm64, built unless it is there."""
-    found = sorted(folder.glob("aiote-*-abi3-*aarch64.whl"))
-    if not found:
-        run(sys.executable, ROOT / "tools" / "wheels.py", "--machine", "aarch64", "--kind", "limited", "--into", folder)
-        found = sorted(folder.glob("aiote-*-abi3-*aarch64.whl"))
-    return found[-1]
+@dataclass(frozen=True)
+class Place:
+    """Where an arm64 Python lies, and the wheel for it or, if `limited`, the one for all Pythons."""
+
+    version: str
+    limited: bool
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "build" / "arm64" / (self.version + "-limited" * self.limited)
+
+    @property
+    def system(self) -> Path:
+        return self.folder / "system"
+
+    @property
+    def site(self) -> Path:
+        return self.folder / "site"
+
+    def make(self, folder: Path) -> None:
+        """Unpack the Python, and install a wheel from this folder with the tests and what they import."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        packages = [name.format(self.version) for name in PACKAGES]
+        if (suite := debian_root.suite_with(packages, "aarch64")) is None:
+            raise SystemExit(f"error: Debian has no Python {self.version} for arm64")
+        print(f"--- an arm64 Python {self.version}, Debian's, of {suite}", flush=True)
+        debian_root.unpack(self.system, packages, "aarch64", suite)
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", self.site)
+        there = wheels.tags_of(self.version, "aarch64")
+        run(*pip, *there, "--constraint", PINS, self.wheel(folder.absolute()), *NEEDS, **exact())
+        shutil.copytree(ROOT / "tests", self.folder / "run" / "tests")
+        shutil.copy(ROOT / "pyproject.toml", self.folder / "run")
+
+    def wheel(self, folder: Path) -> Path:
+        """Return the wheel, built unless it is there."""
+        tag = wheels.Target("limited", wheels.OLDEST, "aarch64").tag
+        kind = ("--kind", "limited") if self.limited else ("--kind", "own", "--python", self.version)
+        if not list(folder.glob(f"aiote-*-{tag}-*aarch64.whl" if self.limited else "aiote-*aarch64.whl")):
+            run(sys.executable, ROOT / "tools" / "wheels.py", "--machine", "aarch64", *kind, "--into", folder)
+        if self.limited:
+            return sorted(folder.glob(f"aiote-*-{tag}-*aarch64.whl"))[-1]
+        return wheels.taken(folder, self.version, "aarch64")
+
+    def python(self) -> Path:
+        """Write a program that is the arm64 Python, and has Python take itself for it."""
+        path = self.folder / "python"
+        # A library that is to be loaded first is an arm64 one; and tests may name a path of their own.
+        places = {"system": self.system, "site": self.site, "version": self.version}
+        path.write_text(WRAPPER.format(qemu=shutil.which(QEMU), **places))
+        path.chmod(0o755)
+        (self.site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(wrapper=str(path)))
+        return path
+
+    def compiler(self) -> str:
+        """Return the command that compiles for arm64, with the header that Debian keeps under the processor's name."""
+        python = f"python{self.version}"
+        headers = self.folder / "include" / "aarch64-linux-gnu"
+        headers.mkdir(parents=True, exist_ok=True)
+        if not (headers / python).exists():
+            (headers / python).symlink_to(self.system / "usr" / "include" / "aarch64-linux-gnu" / python)
+        zig = Path(ziglang.__file__).parent / "zig"
+        found = f"-I{headers.parent} -I{self.system}/usr/include/{python}"
+        return f"{zig} cc -target aarch64-linux-gnu.2.28 -fno-sanitize=undefined {found}"
 
 
-def installed(system: Path, built: Path) -> Path:
-    """Install the wheel and what the tests import; return where."""
-    site = FOLDER / "site"
-    shutil.rmtree(site, ignore_errors=True)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--only-binary=:all:")
-    platforms = [f"--platform={each}" for each in PLATFORMS]
-    there = ("--target", site, "--python-version=3.11", "--implementation=cp", *platforms, "--constraint", PINS)
-    run(*pip, *there, built, *NEEDS, **exact())
-    return site
-
-
-def wrapper(system: Path, site: Path) -> Path:
-    """Write a program that is the arm64 Python, and has Python take itself for it."""
-    path = FOLDER / "python"
-    # A library that is to be loaded first is an arm64 one; and tests may name a path of their own.
-    path.write_text(WRAPPER.format(qemu=shutil.which(QEMU), system=system, program=PYTHON, site=site))
-    path.chmod(0o755)
-    (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(wrapper=str(path)))
-    return path
-
-
-def compiler(system: Path) -> str:
-    """Return the command that compiles for arm64, with the header that Debian keeps under the processor's name."""
-    headers = FOLDER / "include" / "aarch64-linux-gnu"
-    headers.mkdir(parents=True, exist_ok=True)
-    if not (headers / "python3.11").exists():
-        (headers / "python3.11").symlink_to(system / "usr" / "include" / "aarch64-linux-gnu" / "python3.11")
-    zig = Path(ziglang.__file__).parent / "zig"
-    return f"{zig} cc -target aarch64-linux-gnu.2.28 -fno-sanitize=undefined -I{headers.parent}"
+def test(place: Place, tests: list[str]) -> int:
+    """Run tests on what a place has; return pytest's status."""
+    python = place.python()
+    said = "import platform, aiote_native.core as c; print(platform.machine(), platform.python_version(), c.__file__)"
+    run(python, "-P", "-c", said)
+    os.chdir(place.folder / "run")
+    every = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern))]
+    chosen = [*(tests or every), *CHOSEN, *(f"--ignore={name}" for name in LEFT_OUT)]
+    limits = ("-o", "timeout=1200", "-o", "faulthandler_timeout=1500")
+    options = ("-q", "-p", "no:cacheprovider", "--combinations", "tests", *limits)
+    fabric = place.system / "usr" / "lib" / "aarch64-linux-gnu" / "libfabric.so.1"
+    environment = {"CC": place.compiler(), "AIOTE_LIBFABRIC": str(fabric)}
+    return run(python, "-P", "-m", "pytest", *options, *chosen, check=False, **environment)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Test the arm64 wheel under qemu-user.")
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="where the wheel lies (dist)")
+    parser.add_argument("--python", choices=pythons.named(), default=wheels.OLDEST, help=f"which ({wheels.OLDEST})")
+    parser.add_argument("--limited", action="store_true", help="the wheel for all Pythons, not the one that pip takes")
     parser.add_argument("--again", action="store_true", help="keep what was unpacked and installed last time")
     parser.add_argument("tests", nargs="*", help="for pytest; by default the native tests and the contract suite")
     arguments = parser.parse_args()
     if shutil.which(QEMU) is None:
         raise SystemExit(f"error: {QEMU} was not found; run: apt-get install qemu-user")
-    system, site = FOLDER / "system", FOLDER / "site"
-    if not arguments.again or not site.exists():
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        debian_root.unpack(system, PACKAGES, "aarch64")
-        installed(system, wheel(arguments.wheels))
-        shutil.copytree(ROOT / "tests", FOLDER / "run" / "tests")
-        shutil.copy(ROOT / "pyproject.toml", FOLDER / "run")
-    python = wrapper(system, site)
-    said = "import platform, aiote_native.core as c; print(platform.machine(), platform.python_version(), c.__file__)"
-    run(python, "-P", "-c", said)
-    os.chdir(FOLDER / "run")
-    every = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern))]
-    chosen = [*(arguments.tests or every), *CHOSEN, *(f"--ignore={name}" for name in LEFT_OUT)]
-    options = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--combinations",
-        "tests",
-        "-o",
-        "timeout=1200",
-        "-o",
-        "faulthandler_timeout=1500",
-    )
-    fabric = system / "usr" / "lib" / "aarch64-linux-gnu" / "libfabric.so.1"
-    environment = {"CC": compiler(system), "AIOTE_LIBFABRIC": str(fabric)}
-    return run(python, "-P", "-m", "pytest", *options, *chosen, check=False, **environment)
+    place = Place(arguments.python, arguments.limited)
+    if not arguments.again or not place.site.exists():
+        place.make(arguments.wheels)
+    return test(place, arguments.tests)
 
 
 if __name__ == "__main__":
