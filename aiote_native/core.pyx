@@ -176,7 +176,7 @@ cdef class Core:
     cdef void end_turn(self) noexcept:
         """Leave progress to the idle thread if the last turns were in vain. It is safe to sleep."""
         self.turns_in_vain += 1
-        if self.turns_in_vain >= IN_VAIN and self.engine.loop_fd >= 0:
+        if self.turns_in_vain >= IN_VAIN and self.engine.loop_fd >= 0 and alive(&self.engine):
             self.turns_in_vain = 0
             with nogil:
                 lock(&self.engine)

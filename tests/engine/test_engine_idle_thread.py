@@ -41,10 +41,11 @@ class Writer:
         await self.engine.connect(self.remote.owner)
 
     async def writes(self, count: int, imm: int | None = None) -> None:
-        """Write one after another, with pauses in which both sides fall asleep."""
+        """Write one after another, and fall asleep in between."""
         for _ in range(count):
+            slept = self.engine._runtime.core.statistics()["sleeps"]
             await self.engine.write(self.source, self.remote)
-            await asyncio.sleep(0.001)
+            await until(lambda slept=slept: self.engine._runtime.core.statistics()["sleeps"] > slept)
         if imm is not None:
             await self.engine.write_imm(self.source, self.remote, imm)
 
