@@ -257,15 +257,17 @@ cdef void one_round(Progress* self, bint every) noexcept nogil:
     cdef State* state = &self.state
     cdef PeerState* peer = state.peers
     cdef Channel* channel
+    cdef bint many = state.channels > FEW_CHANNELS
     cdef int i
     self.rounds += 1
     state.blocked = 0
-    if state.channels > FEW_CHANNELS:
+    if many:
         look_for_stirred(self.epoll_fd)
     while peer != NULL:
         for i in range(peer.channel_count):
             channel = peer.channels[i]
-            if not rests(channel) and (is_due(self, channel) or (every and channel.open and channel.fault != BROKEN)):
+            if not rests(channel, many) and (
+                    is_due(self, channel) or (every and channel.open and channel.fault != BROKEN)):
                 channel.quiet = 0 if drain(state, channel) else channel.quiet + 1
         if not peer.failed:
             if peer.mailbox != NULL:

@@ -2,6 +2,6 @@ from aiote_native.structs cimport Channel
 
 cdef int announce(int epoll_fd, Channel* channel) noexcept nogil
 cdef void look_for_stirred(int epoll_fd) noexcept nogil
-cdef bint rests(Channel* channel) noexcept nogil
+cdef bint rests(Channel* channel, bint many) noexcept nogil
 cdef int arm(Channel* channel, bint many) noexcept nogil
 cdef bint goes_on(Channel* channel) noexcept nogil

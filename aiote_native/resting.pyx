@@ -55,11 +55,13 @@ cdef void look_for_stirred(int epoll_fd) noexcept nogil:
             (<Channel*> tags[i]).resting = False
 
 
-cdef bint rests(Channel* channel) noexcept nogil:
-    """Return whether a channel that came to rest may still be left alone."""
+cdef bint rests(Channel* channel, bint many) noexcept nogil:
+    """Return whether a channel that came to rest may still be left alone; none may where few are left."""
     if not channel.resting:
         return False
-    if not channel.ops.announced and (channel.ops.stirred(channel.impl) or (
+    if not many:
+        channel.resting = False
+    elif not channel.ops.announced and (channel.ops.stirred(channel.impl) or (
             channel.peer_gate != NULL and aiote_gate(channel.peer_gate) != channel.peer_generation)):
         channel.resting = False
     return channel.resting

@@ -12,6 +12,8 @@ from rail_pair import Kind, Pair, Rails, Side, filled, opened
 
 MANY = 12
 """More than are polled in every round."""
+FEW = 8
+"""No more than are always polled."""
 IMM = 0x321
 
 
@@ -106,3 +108,14 @@ def test_channels_at_rest_may_be_timed_from_then_on(rails):
             rails.finish(pair.b.send(pair.ba, b"back"))
             assert received(rails, pair.a, pair.ab) == b"back"
         rails.rest()
+
+
+def test_channels_at_rest_are_seen_where_few_are_left(rails):
+    """Few channels do not come to rest, but those of many that did still have to be seen."""
+    pairs = star(rails)
+    for pair in pairs[FEW:]:
+        pair.b.close_link(pair.ba)
+        pair.a.close_link(pair.ab)
+    for number, pair in enumerate(pairs[:FEW]):
+        rails.finish(pair.b.send(pair.ba, b"%d" % number))
+        assert received(rails, pair.a, pair.ab) == b"%d" % number
