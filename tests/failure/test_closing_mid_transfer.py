@@ -243,7 +243,7 @@ async def test_closing_confirms_nothing_that_a_stopped_peer_may_read_from_its_so
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
 async def test_closing_confirms_what_the_peer_cannot_be_copying(provider, copying, how):
     """The peer's own page says that it is within a call, which may copy from our memory; here it never ends."""
-    async with pair(provider) as (left, right):
+    async with pair(provider, progress="loop") as (left, right):
         peer = await left.connect(right.address)
         local, remote = left.register(bytearray(BIG)), left.attach(right.register(bytearray(BIG)).descriptor)
         await left.write(local, remote)
