@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .bridge import Bridge
 
-__all__ = ["IDLE_S", "MAX_BLOCKS", "MIN_BYTES", "Block", "ReceiveMemory"]
+__all__ = ["IDLE_S", "MAX_BLOCKS", "MIN_BYTES", "ReceiveBlock", "ReceiveMemory"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -40,7 +40,7 @@ MAX_BLOCKS = 1024
 HUGE_PAGE = 2 << 20
 
 
-class Block:
+class ReceiveBlock:
     """A mapping of its own, and its registration once a receiver has used it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -73,8 +73,8 @@ class ReceiveMemory:
     def __init__(self, bridge: Bridge, limit: int) -> None:
         self.bridge, self._loop, self._limit = bridge, bridge._thread.loop, limit
         self._lock = threading.Lock()
-        self._free: OrderedDict[Block, None] = OrderedDict()
-        self._returned: deque[tuple[Block, int]] = deque()
+        self._free: OrderedDict[ReceiveBlock, None] = OrderedDict()
+        self._returned: deque[tuple[ReceiveBlock, int]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -85,7 +85,7 @@ class ReceiveMemory:
             self._take_back()
             return sum(block.nbytes for block in self._free)
 
-    def borrow(self, nbytes: int) -> tuple[Bytes, Block]:
+    def borrow(self, nbytes: int) -> tuple[Bytes, ReceiveBlock]:
         """Return an array of `nbytes`, whose content is undefined, and its block. The array's life is the loan's.
 
         Raises OSError if the system has no memory.
@@ -93,7 +93,7 @@ class ReceiveMemory:
         with self._lock:
             self._take_back()
             fitting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
-            block = min(fitting, key=lambda one: one.nbytes) if fitting else Block(nbytes)
+            block = min(fitting, key=lambda one: one.nbytes) if fitting else ReceiveBlock(nbytes)
             block.loans += 1
             lent = block.memory[:nbytes]
             loan = weakref.finalize(lent, self._give_back, block, block.loans)
@@ -102,7 +102,7 @@ class ReceiveMemory:
             self._free.pop(block, None)
         return lent, block
 
-    def _give_back(self, block: Block, loan: int) -> None:
+    def _give_back(self, block: ReceiveBlock, loan: int) -> None:
         self._returned.append((block, loan))
         # The loop may be closed.
         with suppress(RuntimeError):

@@ -31,7 +31,7 @@ from ray.experimental.rdt.tensor_transport_manager import (
 from ray.experimental.rdt.util import transport_manager_info
 
 from .. import bridge as bridges
-from ..bridge.receive_memory import MIN_BYTES, Block, ReceiveMemory
+from ..bridge.receive_memory import MIN_BYTES, ReceiveBlock, ReceiveMemory
 from .views import bytes_at
 
 __all__ = ["NAME", "AioteFetch", "AioteTensorTransport", "AioteTransportMetadata", "register"]
@@ -39,7 +39,7 @@ __all__ = ["NAME", "AioteFetch", "AioteTensorTransport", "AioteTransportMetadata
 NAME = "AIOTE"
 MAX_ABORTED = 1024
 """How many aborted objects are remembered, so that a fetch that begins later fails. Older ones will not be fetched."""
-Target = tuple[torch.Tensor, Block | None]
+Target = tuple[torch.Tensor, ReceiveBlock | None]
 """A tensor to read into, and the block of receive memory that it lies in."""
 AT_ONCE = 16
 """How many tensors of an object are read at a time: enough to hide the round trip, yet a small part of the queue."""

@@ -12,7 +12,7 @@ import pytest
 
 from aiote import bridge as bridges
 from aiote.bridge import receive_memory
-from aiote.bridge.receive_memory import Block, ReceiveMemory
+from aiote.bridge.receive_memory import ReceiveBlock, ReceiveMemory
 from bridges import aside, bridge_to, memory_elsewhere, value
 from interrupts import Interrupts
 
@@ -41,7 +41,7 @@ def settle(bridge: bridges.Bridge) -> None:
     aside(bridge.call, value(1, turns=20))
 
 
-def registered_block(bridge: bridges.Bridge, memory: ReceiveMemory, nbytes: int) -> tuple[np.ndarray, Block]:
+def registered_block(bridge: bridges.Bridge, memory: ReceiveMemory, nbytes: int) -> tuple[np.ndarray, ReceiveBlock]:
     lent, block = memory.borrow(nbytes)
     region = aside(bridge.call, block.region(bridge, nbytes))
     assert region.nbytes == nbytes
@@ -120,7 +120,7 @@ def test_nothing_is_kept_with_a_limit_of_zero(bridge):
 
 
 def test_what_nobody_wants_for_a_while_is_ended(bridge, memory, monkeypatch):
-    monkeypatch.setattr(receive_memory, "IDLE_S", 0.01)
+    monkeypatch.setattr(receive_memory, "IDLE_S", 0)
     before = registered(bridge)
     held = [registered_block(bridge, memory, MIB) for _ in range(3)]
     while held:
@@ -199,7 +199,7 @@ def test_bytes_arrive_in_a_block_that_was_used_before(bridge, memory):
             theirs[:] = mark
             lent, block = memory.borrow(nbytes)
 
-            async def fetch(block: Block = block) -> None:
+            async def fetch(block: ReceiveBlock = block) -> None:
                 await bridge.engine.read(bridge.engine.attach(descriptor), await block.region(bridge, nbytes))
 
             aside(bridge.call, fetch())
