@@ -107,8 +107,8 @@ class EngineConfig:
     cluster_key: the secret that all engines of a cluster share, at least 16 bytes; without it an engine listens on
     loopback only. host, port: where the control connection listens (port 0: any free one). identity: 16 bytes that
     identify the engine across restarts (hexadecimal in the variable); random by default. ssl_server, ssl_client: TLS
-    for the control connection. progress: "adaptive" (on the event loop; by a native thread while nothing concerns the
-    loop), "loop" (on the event loop alone) or "thread" (a native thread, pinned to the processor thread_cpu if that is
+    for the control connection. progress: "adaptive" (on the event loop; by a native thread while the loop gets no
+    news), "loop" (on the event loop alone) or "thread" (a native thread, pinned to the processor thread_cpu if that is
     not -1). spin_us: how long to spin after the last event before sleeping.
     message_bytes, message_pool: the largest message accepted, and how many of each peer are buffered before its sender
     waits. heartbeat_interval, heartbeat_timeout: how often peers send heartbeats (10 ms at least), and after how much

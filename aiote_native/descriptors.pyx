@@ -1,4 +1,4 @@
-"""The descriptors of an engine: one epoll set of all that its progress waits for, and what the event loop watches.
+"""Open and close the descriptors of an engine: an epoll set for its progress, and the one that the event loop watches.
 
 The set contains the rails' wait descriptors, a timer, an eventfd that any thread may write (`wake_fd`) and the socket
 of peer wake-ups. The eventfd of notifications (`notify_fd`) tells the event loop that a thread has news for it.

@@ -56,7 +56,7 @@ cdef void look_for_stirred(int epoll_fd) noexcept nogil:
 
 
 cdef bint rests(Channel* channel, bint many) noexcept nogil:
-    """Return whether a channel that came to rest may still be left alone; none may where few are left."""
+    """Return whether a channel is still at rest. Where few channels are left, its rest ends."""
     if not channel.resting:
         return False
     if not many:

@@ -1,8 +1,8 @@
 """Native threads that make progress. They never take the GIL, so they run while Python computes.
 
-With the setting `progress="thread"` an engine has one for its whole life. The *idle thread* makes progress in place of
-an event loop that nothing needs. A loop that sleeps in its selector wakes up in Python, and most turns of an engine
-whose memory others write end without anything for a task. So after a few such turns in a row the loop leaves the
+With the setting `progress="thread"` an engine has one for its whole life. The *idle thread* makes progress while the
+engine has no news for its event loop. A loop that sleeps in its selector wakes up in Python, and most turns of an
+engine whose memory others write end without anything for a task. So after a few such turns in a row the loop leaves the
 engine's descriptors to the idle thread and sleeps on, until there is news for it. Then it makes progress itself again,
 as it does when a task starts something.
 

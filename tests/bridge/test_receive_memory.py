@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,16 +121,21 @@ def test_nothing_is_kept_with_a_limit_of_zero(bridge):
 
 
 def test_what_nobody_wants_for_a_while_is_ended(bridge, memory, monkeypatch):
-    monkeypatch.setattr(receive_memory, "IDLE_S", 0)
+    now = [100.0]
+    monkeypatch.setattr(receive_memory, "time", SimpleNamespace(monotonic=lambda: now[0]))
     before = registered(bridge)
     held = [registered_block(bridge, memory, MIB) for _ in range(3)]
     while held:
         held.pop()
-    for _ in range(10_000):
         settle(bridge)
-        if not memory._free and registered(bridge) == before:
-            break
-    assert (memory.kept_bytes, registered(bridge), memory._timer) == (0, before, None)
+        now[0] += 1
+    for left in (3, 2, 1, 0):
+        assert (len(memory._free), registered(bridge)) == (left, before + left)
+        assert (memory._timer is None) == (left == 0)
+        # What the timer calls, at the time that it is set to.
+        now[0] = 103.0 - left + receive_memory.IDLE_S
+        bridge._thread.loop.call_soon_threadsafe(memory._trim)
+        settle(bridge)
 
 
 def test_nothing_wakes_the_loop_once_all_is_ended(bridge, memory):

@@ -21,6 +21,8 @@ from engines import PATIENCE_S, UNHURRIED, run_script, until
 RAILS = pytest.mark.parametrize("provider", ["local", "socket", "shm", "tcp"])
 IMM = 5
 SIZE = 4096
+ROUNDS = 200
+"""More than a write of SIZE bytes takes: about 18."""
 
 
 class Writer:
@@ -150,6 +152,19 @@ async def test_no_news_is_lost_in_any_order(provider):
                     await target.write(source, back)
                 await sent
             assert target._runtime.core.hand_overs > 10
+            await writer.start(writer.engine.aclose())
+
+
+async def test_the_thread_sleeps_between_writes():
+    """In a millisecond without a sleep it would do more rounds than are allowed for a write."""
+    with elsewhere("local") as writer:
+        async with opened("local") as target:
+            await writer.start(writer.open(target.register(bytearray(SIZE)).descriptor))
+            await relieve(writer, target)
+            before = target._runtime.core.rounds
+            await writer.start(writer.writes(50))
+            assert target._runtime.core.relieved
+            assert target._runtime.core.rounds - before < 50 * ROUNDS
             await writer.start(writer.engine.aclose())
 
 
