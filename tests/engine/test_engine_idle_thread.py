@@ -155,6 +155,20 @@ async def test_no_news_is_lost_in_any_order(provider):
             await writer.start(writer.engine.aclose())
 
 
+async def test_a_loop_that_saw_its_descriptor_readable_before_leaves_progress_to_the_thread():
+    """The loop may have put the callback into its queue before the turn that left progress to the thread."""
+    with elsewhere("local") as writer:
+        async with opened("local") as target:
+            await writer.start(writer.open(target.register(bytearray(SIZE)).descriptor))
+            await relieve(writer, target)
+            target._runtime._driver._readable()
+            assert target._runtime.core.relieved
+            with target.counter(IMM) as counter:
+                writer.finish(writer.writes(0, IMM))
+                await counter.wait(1)
+            await writer.start(writer.engine.aclose())
+
+
 async def test_the_thread_sleeps_between_writes():
     """In a millisecond without a sleep it would do more rounds than are allowed for a write."""
     with elsewhere("local") as writer:
