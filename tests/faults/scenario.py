@@ -142,9 +142,11 @@ class Scene:
             self.now = now
 
     def held(self) -> dict[str, int]:
+        # An engine starts its idle thread when its loop has had no news for a while, and ends it at its close.
+        idle = sum(engine._runtime.core.hand_overs > 0 for engine in (self.engine, self.busy))
         return {
             "descriptors": len(descriptors()),
-            "threads": len(threads()),
+            "threads": len(threads()) - idle,
             "registrations": sum(rail.device.children for rail in self.engine._runtime.rail_set.rails),
             "peers": len(self.engine.peers),
         }
