@@ -40,6 +40,7 @@ cdef extern from *:
     int aiote_load_int(const int*) noexcept nogil
     int aiote_start(pthread_t*, int, void* (*)(void*) noexcept nogil, void*) noexcept nogil
     int sched_yield() noexcept nogil
+    int pthread_setname_np(pthread_t, const char*) noexcept nogil
 
 
 cdef int start_thread(Progress* self) noexcept nogil:
@@ -71,6 +72,7 @@ cdef void hand_over(Progress* self) noexcept nogil:
         if aiote_start(&self.thread, -1, run_idle_thread, self) != 0:
             return
         self.has_idle_thread = True
+        pthread_setname_np(self.thread, "aiote-idle")
     unwatch_descriptor(self.loop_fd, self.epoll_fd)
     self.relieved = True
     self.hand_overs += 1

@@ -16,7 +16,7 @@ import pytest
 
 import aiote
 from engines import across, each_provider, linked, opened, round_trips, until
-from leftovers import descriptors, resident_bytes, shared_files, threads
+from leftovers import descriptors, idle_threads, resident_bytes, shared_files, threads
 from machine import LONG
 
 pytestmark = pytest.mark.libfabric
@@ -61,7 +61,7 @@ class Holdings:
         resolving = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
         self.counts = {
             "descriptors": len(descriptors()),
-            "threads": len(threads()) - resolving,
+            "threads": len(threads()) - resolving - idle_threads(),
             "files": len(shared_files()),
         }
         self.resident = resident_bytes()

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from engines import opened
 from leaks import threads
-from leftovers import descriptors
+from leftovers import descriptors, idle_threads
 
 ERRORS = {
     "malloc": errno.ENOMEM,
@@ -142,11 +142,9 @@ class Scene:
             self.now = now
 
     def held(self) -> dict[str, int]:
-        # An engine starts its idle thread when its loop has had no news for a while, and ends it at its close.
-        idle = sum(engine._runtime.core.hand_overs > 0 for engine in (self.engine, self.busy))
         return {
             "descriptors": len(descriptors()),
-            "threads": len(threads()) - idle,
+            "threads": len(threads()) - idle_threads(),
             "registrations": sum(rail.device.children for rail in self.engine._runtime.rail_set.rails),
             "peers": len(self.engine.peers),
         }

@@ -64,6 +64,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def idle_threads() -> int:
+    """Return how many engines have an idle thread, which may start at any time and ends with its engine."""
+    return sum(name == "aiote-idle" for name in threads().values())
+
+
 class Baseline:
     """What was open at one moment."""
 
