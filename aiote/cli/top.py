@@ -91,6 +91,7 @@ def _shown(known: list[EngineStatus]) -> dict[str, Any]:
         "refused_s": _rate(known, first.counts.get("refused"), counts.get("refused")),
         "stalled": bool(counts.get("outstanding", 0) or counts.get("queued", 0)) and len(known) > 1 and not moving,
         "events": last.events,
+        "services": [msgspec.structs.asdict(service) for service in last.services],
     }
 
 
@@ -98,8 +99,19 @@ def picture(engines: list[dict[str, Any]], others: Sequence[OtherVersion] = ()) 
     """Draw the engines, and name the pages of other versions."""
     if not engines and not others:
         return Text("this user runs no engine on this host, or the engines have status_page off", style="dim")
-    parts = [part for engine in engines for part in (_heading(engine), _rails(engine), _below(engine))]
+    parts = [part for engine in engines for part in _parts(engine)]
     return Group(*parts, *map(_unread, others))
+
+
+def _parts(engine: dict[str, Any]) -> list[RenderableType]:
+    return [_heading(engine), _rails(engine), *map(_service, engine["services"]), _below(engine)]
+
+
+def _service(service: dict[str, Any]) -> Text:
+    text = Text(f"  serves {_printable(service['names'])}: ", no_wrap=True, overflow="ellipsis")
+    text.append(f"{service['running']} calls running")
+    text.append(f", {service['queued']} waiting" if service["queued"] else "", style="yellow")
+    return text.append("" if service["serving"] else ", draining", style="yellow")
 
 
 def _unread(other: OtherVersion) -> Text:

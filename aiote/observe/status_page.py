@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from heapq import nsmallest
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -36,11 +36,13 @@ __all__ = [
     "OtherVersion",
     "PeerStatus",
     "RailStatus",
+    "ServiceStatus",
     "StatusPage",
     "folders",
     "other_versions",
     "pages",
     "read_page",
+    "report_services",
 ]
 
 MAGIC = b"aiotetop"
@@ -52,6 +54,8 @@ LARGEST = 1 << 18
 PERIOD_S = 1.0
 SHOWN_PEERS = 256
 """A page lists at most this many peers, the busiest; its counts hold the number of all peers."""
+SHOWN_SERVICES = 64
+"""A page lists at most this many `serve` calls of the engine, the first ones."""
 SUFFIX = ".page"
 UNFINISHED = ".new"
 FRESH_S = 60.0
@@ -80,6 +84,15 @@ class PeerStatus(msgspec.Struct, frozen=True):
     unfinished: Count
 
 
+class ServiceStatus(msgspec.Struct, frozen=True):
+    """What one `serve` of an engine serves: whether it takes new calls, how many run and how many wait in its queue."""
+
+    names: Text
+    serving: bool
+    running: Count
+    queued: Count
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """The state of an engine at one moment; times are in nanoseconds since 1970."""
 
@@ -92,6 +105,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=SHOWN_PEERS)]
     counts: dict[Text, Count]
     events: dict[Text, Count]
+    services: Annotated[list[ServiceStatus], msgspec.Meta(max_length=SHOWN_SERVICES)] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -123,6 +137,21 @@ def _made() -> Path | None:
         if _is_own(folder):
             return folder
     return None
+
+
+class ServiceReporter(Protocol):
+    """Who knows the services of an engine."""
+
+    def service_states(self) -> list[ServiceStatus]: ...
+
+
+# Weak on both sides: who reports usually holds the engine.
+_reporters = weakref.WeakKeyDictionary[Any, weakref.ref[ServiceReporter]]()
+
+
+def report_services(engine: Any, reporter: ServiceReporter) -> None:
+    """Have the engine's page list the services that `reporter` returns when the page is written; no reference stays."""
+    _reporters[engine] = weakref.ref(reporter)
 
 
 class StatusPage:
@@ -188,6 +217,7 @@ def status_of(engine: Any, opened_ns: int) -> EngineStatus:
     counts = engine.statistics()
     each = zip(engine.rails, counts.carried, counts.served, counts.operations, counts.depth, strict=True)
     busiest = nsmallest(SHOWN_PEERS, engine.peers, key=lambda peer: -peer.unfinished)
+    reporter = known() if (known := _reporters.get(engine)) else None
     plain = {name: value for name in counts.__slots__ if isinstance(value := getattr(counts, name), int)}
     return EngineStatus(
         pid=os.getpid(),
@@ -199,6 +229,7 @@ def status_of(engine: Any, opened_ns: int) -> EngineStatus:
         peers=[PeerStatus(str(peer.address), peer.unfinished) for peer in busiest],
         counts=plain,
         events=dict(counts.events),
+        services=reporter.service_states()[:SHOWN_SERVICES] if reporter else [],
     )
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import EventLoop, LoopTask, Signal, Waiter, current_loop, run, wake
+from ..observe.status_page import ServiceStatus, report_services
 from ..transfers import Access, Registrations, SharedRegistration
 from .background import report_callback_error
 from .codec import LONG_BODY, decode
@@ -104,6 +105,7 @@ class CallHandler(Protocol):
     @property
     def methods(self) -> Collection[str]: ...
     def call(self, link: Link, frame: CallFrame) -> None: ...
+    def status(self) -> ServiceStatus: ...
 
 
 class CallEndpoint:
@@ -132,6 +134,7 @@ class CallEndpoint:
         self._part: Link | None = None  # the link whose message is being read
         self.reading = self._direct = self._due = False
         self._unsent: list[Link] = []
+        report_services(engine, self)
         self.spawn(self._listen, name="aiote service: messages")
 
     @classmethod
@@ -203,6 +206,10 @@ class CallEndpoint:
 
     def _find_servers(self) -> None:
         self._served = {name: server for server in reversed(self.servers) for name in server.methods}
+
+    def service_states(self) -> list[ServiceStatus]:
+        """Return the state of each server, in the order in which they began; `aiote top` shows them."""
+        return [server.status() for server in self.servers]
 
     def check_message(self, nbytes: int) -> None:
         """Raise UsageError if a message of `nbytes` bytes, not counting its arrays, is too long."""

@@ -14,9 +14,10 @@ import msgspec
 import aiote
 
 from ..aio import Signal
+from ..observe.status_page import ServiceStatus
 from .background import run_shielded
 from .definition import Method, Service, method, methods_of
-from .endpoint import CallEndpoint, Limits
+from .endpoint import SHARED, CallEndpoint, Limits
 from .frames import CallFrame, CallStatus, Number
 from .interceptors import Interceptor
 from .link import Link, kept_bytes
@@ -99,6 +100,11 @@ class Server:
     def queued(self) -> int:
         """The number of calls that wait in the queue."""
         return self._queued
+
+    def status(self) -> ServiceStatus:
+        """Return the names of the services, without `Health`, and the state that `aiote top` shows."""
+        names = dict.fromkeys(name.rpartition(".")[0] for name in self._methods if name not in SHARED)
+        return ServiceStatus(", ".join(names)[:512], not self.draining, self.running, self.queued)
 
     def call(self, link: Link, frame: CallFrame) -> None:
         """Start a call, queue it or refuse it."""

@@ -11,12 +11,14 @@ import time
 import zlib
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import aiote
+from aiote import service
 from aiote.observe import status_page
 from aiote.observe.processes import ProcessId, _born, this_process
 from aiote.observe.status_page import (
@@ -26,6 +28,7 @@ from aiote.observe.status_page import (
     SHOWN_PEERS,
     VERSION,
     EngineStatus,
+    ServiceStatus,
     other_versions,
     packed,
     pages,
@@ -76,6 +79,36 @@ async def test_a_page_is_renewed_with_the_heartbeats(folder):
 
 
 @pytest.mark.parametrize("setting", ["off", "sim"])
+class Slow(service.Service):
+    """What runs until its caller leaves."""
+
+    @service.method
+    async def wait(self) -> None:
+        """Wait."""
+        await anyio.sleep_forever()
+
+
+async def test_a_page_has_the_states_of_the_engine_s_services(folder):
+    def states() -> list[ServiceStatus]:
+        right._lifetime.page.write()
+        return next(status.services for status in own() if status.address == str(right.address))
+
+    async with linked("local") as (left, right):
+        assert states() == []
+        limits = service.Limits(calls=1)
+        async with service.serve(right, Slow(), limits=limits) as server, anyio.create_task_group() as tasks:
+            assert states() == [ServiceStatus("Slow/1", True, 0, 0)]
+            async with service.client(left, right.address, Slow) as slow:
+                tasks.start_soon(slow.wait)
+                tasks.start_soon(slow.wait)
+                await until(lambda: server.queued == 1)
+                assert states() == [ServiceStatus("Slow/1", True, 1, 1)]
+                server.draining = True
+                assert not states()[0].serving
+                tasks.cancel_scope.cancel()
+        assert states() == []
+
+
 async def test_who_does_not_want_to_be_seen_is_not(folder, setting):
     provider, settings = ("local", {"status_page": False}) if setting == "off" else ("sim", {})
     async with linked(provider, **settings):

@@ -22,7 +22,15 @@ from rich.console import Console
 
 from aiote.cli.top import GIB, Rates, picture
 from aiote.observe.processes import this_process
-from aiote.observe.status_page import MAGIC, VERSION, VERSIONED, EngineStatus, PeerStatus, RailStatus
+from aiote.observe.status_page import (
+    MAGIC,
+    VERSION,
+    VERSIONED,
+    EngineStatus,
+    PeerStatus,
+    RailStatus,
+    ServiceStatus,
+)
 from engines import PATIENCE_S
 
 ALONE = """
@@ -56,9 +64,9 @@ def status(
     rails = [RailStatus("lo", "socket", "up", carried, None, carried // 100, 1)]
     place = f"aiote://127.0.0.1:{pid}/ab"
     known = {"peers": 1, **(counts or {})}
-    return EngineStatus(
-        pid, "python3 -P serve.py --big", place, 0, ns, rails, more.get("peers", []), known, {"peer.lost": 2}
-    )
+    services = more.get("services", [])
+    program, peers = "python3 -P serve.py --big", more.get("peers", [])
+    return EngineStatus(pid, program, place, 0, ns, rails, peers, known, {"peer.lost": 2}, services)
 
 
 def text(engines: list, width: int = 120) -> str:
@@ -117,6 +125,15 @@ def test_the_picture_fits_its_window(width):
         assert "python3" not in whole
 
 
+def test_the_states_of_services_are_shown():
+    services = [ServiceStatus("Search/1, Index/2", True, 3, 0), ServiceStatus("Old/1", False, 1, 7)]
+    (engine,) = Rates().look([status(services=services)])
+    assert [service["names"] for service in engine["services"]] == ["Search/1, Index/2", "Old/1"]
+    lines = [line.strip() for line in text([engine]).splitlines()]
+    assert "serves Search/1, Index/2: 3 calls running" in lines
+    assert "serves Old/1: 1 calls running, 7 waiting, draining" in lines
+
+
 @pytest.mark.parametrize(
     ("carried", "shown"), [(0, "0 B/s"), (5 << 20, "5.0 MiB/s"), (GIB, "1.00 GiB/s"), (25 * GIB, "25.00 GiB/s")]
 )
@@ -130,9 +147,10 @@ def test_a_page_commands_no_terminal():
     evil = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m[red]"
     rails = [RailStatus(evil, "socket", evil, 0, None, 0, 0)]
     peers = [PeerStatus(f"aiote://{evil}/ab", 1)]
-    shown = text(Rates().look([EngineStatus(1, evil, evil, 0, 0, rails, peers, {"peers": 1}, {evil: 1})]))
+    services = [ServiceStatus(evil, True, 0, 0)]
+    shown = text(Rates().look([EngineStatus(1, evil, evil, 0, 0, rails, peers, {"peers": 1}, {evil: 1}, services)]))
     assert not {one for one in shown if not one.isprintable()} - {"\n"}
-    assert len(shown.splitlines()) == 4
+    assert len(shown.splitlines()) == 5
     assert "[red]" in shown
 
 
