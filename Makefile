@@ -12,7 +12,7 @@ READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 WITH_TORCH := PYTHONPATH="$(abspath $(VENV))/torch$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: docs docs-links demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
+.PHONY: docs docs-links demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors compare-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -70,6 +70,10 @@ test-guest: test-system  ## run what needs RDMA devices or netem, in a guest who
 test-connectors: test-system  ## test the connectors in verl, vLLM, torch and Ray, which it installs (6 GB), and what needs torch or Ray; ARGS="verl -- -k killed"
 	@$(READY) dev --install
 	$(BIN)/python tools/connectors.py $(ARGS)
+
+compare-connectors: test-system  ## measure torch's and Ray's transports, aiote's beside NIXL's, which it installs (4 GB); ARGS="ray"
+	@$(READY) dev --install
+	$(BIN)/python tools/compare_connectors.py $(ARGS)
 
 bench-lone: system  ## measure one transfer at a time, hot and cold, beside plain C; ARGS="--provider local --only write"
 	@$(READY) bench --install

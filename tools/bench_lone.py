@@ -129,7 +129,9 @@ def beside_peers(provider: str, only: str, runs: int) -> list[dict[str, Any]]:
                 times[contestant.name].append(once_alone(contestant, over, row.nbytes))
         medians = {name: statistics.median(each) for name, each in times.items()}
         print(f"{row.name:45} " + " ".join(f"{one:10.1f}" for one in medians.values()), flush=True)
-        found.append({"row": row.name, "provider": provider, "alone_us": medians})
+        # A library that cannot do a size has no number, which JSON says as null.
+        us = {name: None if math.isnan(one) else one for name, one in medians.items()}
+        found.append({"row": row.name, "provider": provider, "bytes": row.nbytes, "alone_us": us})
     return found
 
 

@@ -1,22 +1,20 @@
 """Measure torch's transports, aiote's beside NIXL's, between two processes of this machine.
 
-Run it with an environment of `tools/connectors.py torch` into which `nixl` is installed as well:
-
-    .venv-hosts/torch/bin/python -m pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-    .venv-hosts/torch/bin/python -P tools/bench_transports.py
-
+`tools/compare_connectors.py` installs what this needs, and runs it. The optional argument is a file for the record.
 Each transport is measured alone, in two processes of its own, because NIXL's threads poll and take the other's
 processors; the two take turns, a few times. Each figure is the median of all rounds, in GB/s.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,8 +86,16 @@ def measured(backend: str) -> Times:
     return took
 
 
+def figures(size: int, turns: list[list[float]]) -> dict[str, float]:
+    """Return the median rate in GB/s, and the lowest and the highest median of a turn."""
+    medians = [size / statistics.median(seconds) / 1e9 for seconds in turns]
+    rate = size / statistics.median(one for seconds in turns for one in seconds) / 1e9
+    return {"rate": rate, "low": min(medians), "high": max(medians)}
+
+
 def main() -> int:
-    print(f"load before: {os.getloadavg()[0]:.1f}")
+    before, rows = os.getloadavg()[0], []
+    print(f"load before: {before:.1f}")
     runs: dict[str, list[Times]] = {name: [] for name in BACKENDS}
     for _ in range(TURNS):
         for name in BACKENDS:
@@ -97,11 +103,15 @@ def main() -> int:
     print(f"{'':>8}{'':>8}" + "".join(f"{name:>10}" for name in BACKENDS) + f"{'ratio':>8}")
     for verb in VERBS:
         for size in SIZES:
-            seconds = {name: [one for took in runs[name] for one in took[verb, size]] for name in BACKENDS}
-            rates = [size / statistics.median(seconds[name]) / 1e9 for name in BACKENDS]
+            found = {name: figures(size, [took[verb, size] for took in runs[name]]) for name in BACKENDS}
+            rows.append({"verb": verb, "bytes": size, **found})
+            rates = [one["rate"] for one in found.values()]
             row = "".join(f"{rate:10.2f}" for rate in rates)
             print(f"{verb:>8}{size // MIB:>5}MiB{row}{rates[0] / rates[1]:8.2f}")
-    print(f"load after: {os.getloadavg()[0]:.1f}")
+    load = [round(before, 1), round(os.getloadavg()[0], 1)]
+    print(f"load after: {load[1]}")
+    for path in sys.argv[1:]:
+        Path(path).write_text(json.dumps({"load": load, "turns": TURNS, "rounds": ROUNDS, "rows": rows}))
     return 0
 
 

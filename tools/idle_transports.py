@@ -1,20 +1,19 @@
 """Measure what torch's transports cost while nothing moves, aiote's beside NIXL's, in two processes of this machine.
 
-It needs what `tools/bench_transports.py` needs, which says how to install that:
-
-    .venv-hosts/torch/bin/python -P tools/idle_transports.py
-
+`tools/compare_connectors.py` installs what this needs, and runs it. The optional argument is a file for the record.
 Each backend has a pair of processes of its own, in turn, because one that spins would hide the other.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import resource
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,14 +39,13 @@ def opened(name: str, port: int, rank: int) -> tuple[Any, Any]:
     return transport, transport.register_memory(torch.ones(NBYTES, dtype=torch.uint8))
 
 
-def idle() -> str:
-    """Do nothing; say what that took."""
+def idle() -> tuple[float, float]:
+    """Do nothing; return the per cent of a core and the sleeps per second that it took."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     time.sleep(SECONDS)
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    percent, sleeps = 100 * cpu / SECONDS, (after.ru_nvcsw - before.ru_nvcsw) / SECONDS
-    return f"{percent:6.2f} % of a core, {sleeps:6.1f} sleeps/s"
+    return 100 * cpu / SECONDS, (after.ru_nvcsw - before.ru_nvcsw) / SECONDS
 
 
 def serve(connection: Connection, name: str, port: int) -> None:
@@ -60,7 +58,7 @@ def serve(connection: Connection, name: str, port: int) -> None:
     transport.close()
 
 
-def measure(name: str) -> None:
+def measure(name: str, result: Connection) -> None:
     """Use a pair of a backend's transports, then leave them alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -74,23 +72,33 @@ def measure(name: str) -> None:
         transport.write(memory.to_view(), remote)
     time.sleep(SETTLE_S)
     connection.send(None)
-    line = f"initiator {idle()}; target {connection.recv()}"
-    print(f"{name:6} {line}; load {os.getloadavg()[0]:.1f}", flush=True)
+    sides = dict(zip(("initiator", "target"), (idle(), connection.recv()), strict=True))
+    load = round(os.getloadavg()[0], 1)
+    line = "; ".join(f"{side} {cpu:6.2f} % of a core, {sleeps:6.1f} sleeps/s" for side, (cpu, sleeps) in sides.items())
+    print(f"{name:6} {line}; load {load}", flush=True)
+    result.send({"backend": name, "load": load, **sides})
     connection.send(None)
     process.join()
     transport.close()
 
 
 def main() -> int:
+    rows, context = [], multiprocessing.get_context("spawn")
     for _ in range(TIMES):
         for name in BACKENDS:
             # A process for each, in which no other transport is.
-            child = multiprocessing.get_context("spawn").Process(target=measure, args=(name,))
+            told, result = context.Pipe(duplex=False)
+            child = context.Process(target=measure, args=(name, result))
             child.start()
+            result.close()
+            rows.append(told.recv())
             child.join()
             if child.exitcode:
                 # After its figures: NIXL 1.5.1 has crashed at the exit of a process.
                 print(f"{name} ended with {child.exitcode}", file=sys.stderr)
+    load = [rows[0]["load"], rows[-1]["load"]]
+    for path in sys.argv[1:]:
+        Path(path).write_text(json.dumps({"load": load, "turns": TIMES, "rows": rows}))
     return 0
 
 
