@@ -109,7 +109,7 @@ def _parts(engine: dict[str, Any]) -> list[RenderableType]:
 
 def _service(service: dict[str, Any]) -> Text:
     text = Text(f"  serves {_printable(service['names'])}: ", no_wrap=True, overflow="ellipsis")
-    text.append(f"{service['running']} calls running")
+    text.append(f"{service['running']} running")
     text.append(f", {service['queued']} waiting" if service["queued"] else "", style="yellow")
     return text.append("" if service["serving"] else ", draining", style="yellow")
 

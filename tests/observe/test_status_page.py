@@ -78,7 +78,6 @@ async def test_a_page_is_renewed_with_the_heartbeats(folder):
         await until(lambda: next(one for one in own() if one.address == str(left.address)).written_ns > first)
 
 
-@pytest.mark.parametrize("setting", ["off", "sim"])
 class Slow(service.Service):
     """What runs until its caller leaves."""
 
@@ -109,6 +108,7 @@ async def test_a_page_has_the_states_of_the_engine_s_services(folder):
         assert states() == []
 
 
+@pytest.mark.parametrize("setting", ["off", "sim"])
 async def test_who_does_not_want_to_be_seen_is_not(folder, setting):
     provider, settings = ("local", {"status_page": False}) if setting == "off" else ("sim", {})
     async with linked(provider, **settings):

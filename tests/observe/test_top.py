@@ -130,8 +130,8 @@ def test_the_states_of_services_are_shown():
     (engine,) = Rates().look([status(services=services)])
     assert [service["names"] for service in engine["services"]] == ["Search/1, Index/2", "Old/1"]
     lines = [line.strip() for line in text([engine]).splitlines()]
-    assert "serves Search/1, Index/2: 3 calls running" in lines
-    assert "serves Old/1: 1 calls running, 7 waiting, draining" in lines
+    assert "serves Search/1, Index/2: 3 running" in lines
+    assert "serves Old/1: 1 running, 7 waiting, draining" in lines
 
 
 @pytest.mark.parametrize(
