@@ -17,6 +17,7 @@ from aiote_native.progress cimport drain, request_over
 from aiote_native.recovery cimport lose_request
 from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, Post, Slot, WorkRequest
 from aiote_native.tallies cimport tally_free
+from aiote_native.worklists cimport pend, unlist_channel
 
 cdef enum:
     # The most work requests that the channels of one peer hold together, and the least that one of many channels holds:
@@ -109,6 +110,7 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
             if quiet >= DISCONNECT_QUIET and channel.outstanding == 0:
                 break
     channel.open = False
+    unlist_channel(channel)
     self.state.channels -= 1
     if channel.wait_fd >= 0:
         unwatch_descriptor(self.epoll_fd, channel.wait_fd)
@@ -134,6 +136,7 @@ cdef void shut_channel(Progress* self, Channel* channel) noexcept nogil:
             if wr.busy and not wr.lost:
                 forget_outstanding(self, channel)
         mailbox_detach(channel.peer.mailbox)
+        pend(channel.peer)
     channel.ops.release(channel.impl)
     channel.impl = NULL
     if channel.waiting != NULL:

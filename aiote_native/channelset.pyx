@@ -18,6 +18,7 @@ from aiote_native.recovery cimport Account, contradiction, is_part_of, lost_keys
 from aiote_native.schedule cimport decay_costs, rotate
 from aiote_native.structs cimport Channel, MAX_CHANNELS, Mailbox, OP_SEND, Op, PeerState, SOUND, WorkRequest
 from aiote_native.tallies cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
+from aiote_native.worklists cimport pend
 from aiote_native.workrequests cimport Operation
 
 
@@ -310,6 +311,7 @@ cdef class ChannelSet:
             if honest and self.mail_lost_with == number:
                 self.mail_lost_with = -1
                 honest = mailbox_resolve(&self.engine.state, self.state.mailbox, top, lost_numbers, missing)
+                pend(&self.state)
             if honest:
                 redo_all(&self.engine.state, channel, &account)
                 # The next generation begins with empty tallies, even one that fails before it has a channel.

@@ -23,6 +23,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.clocks cimport clock_ns
 from aiote_native.structs cimport BROKEN
+from aiote_native.worklists cimport stir
 
 cdef extern from *:
     """
@@ -61,7 +62,8 @@ cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept
         if not enter(channel):
             return -ENOTCONN
         channel.within = True
-    channel.resting = False
+    if channel.resting:
+        stir(channel)
     return channel.ops.post(channel.impl, args, wr)
 
 

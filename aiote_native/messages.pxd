@@ -12,6 +12,7 @@ cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes,
 cdef void mailbox_free(Mailbox* self) noexcept nogil
 cdef size_t mailbox_bytes(uint32_t slots, uint32_t peer_slots, uint32_t slot_bytes) noexcept nogil
 cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil
+cdef bint mailbox_is_due(const Mailbox* self) noexcept nogil
 cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil
 cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil
 cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil

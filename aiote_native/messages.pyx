@@ -22,6 +22,7 @@ from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.posting cimport op_end, op_fail, peer_fail
 from aiote_native.recovery cimport channel_fault
 from aiote_native.structs cimport BROKEN, ECANCELED, OP_RECV, OP_SEND, Post
+from aiote_native.worklists cimport pend
 
 cdef enum Kind:
     DATA = 1
@@ -219,11 +220,19 @@ cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
         self.sent += 1
 
 
+cdef bint owes_credits(const Mailbox* self) noexcept nogil:
+    cdef uint64_t owed = max(self.consumed - self.advertised, self.floor - self.advertised_floor)
+    return owed != 0 and owed * 2 >= self.slots
+
+
+cdef bint mailbox_is_due(const Mailbox* self) noexcept nogil:
+    """Return whether there is something to post, perhaps only once a channel, a slot or a credit is there."""
+    return self.head != NULL or self.repost != NULL or self.resend != NULL or owes_credits(self)
+
+
 cdef void send_credits(State* state, Mailbox* self) noexcept nogil:
-    cdef uint64_t owed = self.consumed - self.advertised
     cdef int code
-    if (owed * 2 < self.slots and (self.floor - self.advertised_floor) * 2 < self.slots
-            or self.credits_in_flight >= CREDIT_SLOTS):
+    if self.credits_in_flight >= CREDIT_SLOTS:
         return
     code = post_message(state, self, CREDITS, NULL, 0, NULL)
     if code == 0:
@@ -250,7 +259,7 @@ cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
         send_again(state, self)
     if self.head != NULL:
         send_queued(state, self)
-    if self.consumed != self.advertised or self.floor != self.advertised_floor:
+    if owes_credits(self):
         send_credits(state, self)
 
 
@@ -270,6 +279,7 @@ cdef void mailbox_start(State* state, PeerState* peer, Op* op) noexcept nogil:
         self.tail.next = op
     self.tail = op
     state.queued += 1
+    pend(peer)
     if self.head == op:
         mailbox_pump(state, self)
 
@@ -323,6 +333,7 @@ cdef bint expected(const Mailbox* self, const Header* header) noexcept nogil:
 cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil:
     cdef Header* header = <Header*> slot.memory
     slot.wr.busy = False
+    pend(self.channel.peer)
     if completion.status != 0:
         slot.next = self.repost
         self.repost = slot

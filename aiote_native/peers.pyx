@@ -21,6 +21,7 @@ from aiote_native.resting cimport announce
 from aiote_native.schedule cimport cost_of
 from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, Slot
 from aiote_native.timing cimport time_channel
+from aiote_native.worklists cimport list_channel, pend, unpend
 from aiote_native.workrequests cimport LocalMemory
 
 
@@ -33,6 +34,7 @@ cdef PeerLink open_peer(object core, Progress* engine, object tag):
     link.closed = False
     link.state.owner = <PyObject*> link
     link.state.batch = &engine.state.batch
+    link.state.lists = &engine.state.lists
     link.state.timed = engine.clock == NULL
     with nogil:
         lock(engine)
@@ -145,6 +147,7 @@ cdef class PeerLink(ChannelSet):
         else:
             self.state.channels[self.state.channel_count] = channel
             self.state.channel_count += 1
+        list_channel(channel)
         announce(self.engine.epoll_fd, channel)
         if channel.wait_fd < 0:
             self.state.greeting = True
@@ -194,6 +197,7 @@ cdef class PeerLink(ChannelSet):
         with nogil:
             lock(self.engine)
             self.state.mailbox = mailbox
+            pend(&self.state)
             mailbox_open(&self.engine.state, mailbox)
             kick(self.engine)
             unlock(self.engine)
@@ -227,6 +231,7 @@ cdef class PeerLink(ChannelSet):
         with nogil:
             lock(self.engine)
             mailbox_consume(&self.engine.state, self.state.mailbox)
+            pend(&self.state)
             kick(self.engine)
             unlock(self.engine)
         return payload
@@ -356,6 +361,7 @@ cdef class PeerLink(ChannelSet):
     cdef void leave(self) noexcept nogil:
         table_orphan(&self.engine.state.counters, &self.state)
         ranges_orphan(&self.engine.state.counters, &self.state)
+        unpend(&self.state)
         if self.state.failed and not self.state.reported:
             self.state.reported = True
             self.engine.state.failures -= 1

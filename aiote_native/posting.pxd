@@ -2,7 +2,8 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport Table
 from aiote_native.cuda.events cimport Hold
-from aiote_native.structs cimport MAX_RAILS, Batch, Channel, DoneList, Op, PeerState, Post, Split, WorkRequest
+from aiote_native.structs cimport (
+    MAX_RAILS, Batch, Channel, DoneList, Op, PeerState, Post, Split, WorkRequest, Worklists)
 
 # The state that all channels of an engine share. The engine's lock guards it.
 cdef struct State:
@@ -10,6 +11,7 @@ cdef struct State:
     Table counters
     PeerState* peers
     Batch batch
+    Worklists lists
     uint64_t outstanding     # work requests of transfers and messages that a NIC holds
     uint64_t queued          # transfers and messages with something left to post
     uint64_t blocked         # posts that a provider refused for now in the last round

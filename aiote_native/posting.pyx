@@ -18,6 +18,7 @@ from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, is_cut_off, next_channel, posted, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, OP_READ, PIECE, PLAIN, Queue, RESENT
+from aiote_native.worklists cimport pend
 
 cdef enum:
     # Parts or stripes of one transfer before the next one's turn: more would lower EFA's packet rate (TransferEngine).
@@ -166,6 +167,7 @@ cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil:
         queue.tail.next = op
     queue.tail = op
     state.queued += 1
+    pend(peer)
 
 
 cdef void unlink(State* state, PeerState* peer, Op* op) noexcept nogil:
@@ -486,6 +488,7 @@ cdef void peer_fail(State* state, PeerState* peer, int error, int rail) noexcept
     peer.failed = True
     peer.error = error
     peer.error_rail = rail
+    pend(peer)
     state.failures += 1
     state.events += 1
     while peer.probes.head != NULL:

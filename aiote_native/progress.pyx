@@ -17,11 +17,12 @@ from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.gates cimport gate_poll
-from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
+from aiote_native.messages cimport mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
-from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
+from aiote_native.pending cimport pump_pending
+from aiote_native.posting cimport give_back, op_completed, peer_fail
 from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_request, queue_failed
-from aiote_native.resting cimport arm, goes_on, look_for_stirred, rests
+from aiote_native.resting cimport arm, goes_on, look_at_rings, look_for_stirred
 from aiote_native.schedule cimport measure
 from aiote_native.stream_orders cimport look_at_holds
 from aiote_native.structs cimport (
@@ -61,6 +62,7 @@ cdef enum:
     FEW_CHANNELS = 8               # up to this number, all channels are polled in every round
     QUIET_ROUNDS = 64              # rounds without an event after which one of many channels is polled rarely
     RARELY = 16                    # rounds from one rare poll to the next
+    TELL_ROUNDS = 4                # rounds from one call that asks for readable channels at rest to the next
     HOLD_ROUNDS = 4                # rounds from one query of streams to the next: each takes a lock of the driver's
     WATCH_FIRST_NS = 50_000, WATCH_LAST_NS = 1_000_000
 
@@ -244,39 +246,33 @@ cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil:
     watched.linked = False
 
 
-cdef bint is_due(Progress* self, Channel* channel) noexcept nogil:
+cdef bint is_due(Progress* self, Channel* channel, bint every) noexcept nogil:
     """Return whether to poll a channel in this round. Of many channels, the quiet ones are polled now and then."""
     if not channel.open or channel.fault == BROKEN:
         return False
-    return (self.state.channels <= FEW_CHANNELS or channel.outstanding or channel.quiet < QUIET_ROUNDS
+    return (every or self.state.channels <= FEW_CHANNELS or channel.outstanding or channel.quiet < QUIET_ROUNDS
             or (self.rounds + channel.quiet) % RARELY == 0)
 
 
 cdef void one_round(Progress* self, bint every) noexcept nogil:
     """Do one round. With `every`, all channels are polled, because the loop is about to sleep."""
     cdef State* state = &self.state
-    cdef PeerState* peer = state.peers
     cdef Channel* channel
-    cdef bint many = state.channels > FEW_CHANNELS
-    cdef int i
+    cdef Channel* following
     self.rounds += 1
     state.blocked = 0
-    if many:
+    if state.lists.announced and (every or self.rounds % TELL_ROUNDS == 0):
         look_for_stirred(self.epoll_fd)
-    while peer != NULL:
-        for i in range(peer.channel_count):
-            channel = peer.channels[i]
-            if not rests(channel, many) and (
-                    is_due(self, channel) or (every and channel.open and channel.fault != BROKEN)):
-                channel.quiet = 0 if drain(state, channel) else channel.quiet + 1
-        if not peer.failed:
-            if peer.mailbox != NULL:
-                mailbox_pump(state, peer.mailbox)
-            if peer.queue.head != NULL or peer.probes.head != NULL:
-                pump_peer(state, peer)
-        elif peer.mailbox != NULL:
-            mailbox_fail(state, peer.mailbox, peer.error, peer.error_rail)
-        peer = peer.next_peer
+    if state.lists.looked_at != NULL:
+        look_at_rings(&state.lists, every)
+    channel = state.lists.polled
+    while channel != NULL:
+        following = channel.next_listed
+        if is_due(self, channel, every):
+            channel.quiet = 0 if drain(state, channel) else channel.quiet + 1
+        channel = following
+    if state.lists.pending != NULL:
+        pump_pending(state)
     if self.watches != NULL:
         check_watches(self)
     if state.holds != NULL and (every or self.rounds % HOLD_ROUNDS == 0):
@@ -300,29 +296,28 @@ cdef void clear_wakeups(Progress* self) noexcept nogil:
 
 cdef bint all_armed(Progress* self) noexcept nogil:
     """Arm every channel, even after one that has to be polled again; return whether all of them will wake us."""
-    cdef PeerState* peer = self.state.peers
+    cdef Channel* channel = self.state.lists.polled
+    cdef Channel* following
     cdef bint armed = True
-    cdef int code, i
+    cdef int code
     self.copying = False
-    while peer != NULL:
-        for i in range(peer.channel_count):
-            code = arm(peer.channels[i], self.state.channels > FEW_CHANNELS)
-            self.copying |= code == ARM_LATER
-            armed &= code in (0, ARM_LATER)
-        peer = peer.next_peer
+    while channel != NULL:
+        following = channel.next_listed
+        code = arm(channel, self.state.channels > FEW_CHANNELS)
+        self.copying |= code == ARM_LATER
+        armed &= code in (0, ARM_LATER)
+        channel = following
     return armed
 
 
 cdef bint needs_tick(Progress* self) noexcept nogil:
-    cdef PeerState* peer = self.state.peers
-    cdef int i
+    cdef Channel* channel = self.state.lists.polled
     if self.state.blocked:
         return True
-    while peer != NULL:
-        for i in range(peer.channel_count):
-            if peer.channels[i].wait_fd < 0 and peer.channels[i].outstanding:
-                return True
-        peer = peer.next_peer
+    while channel != NULL:
+        if channel.wait_fd < 0 and channel.outstanding:
+            return True
+        channel = channel.next_listed
     return False
 
 

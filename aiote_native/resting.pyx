@@ -4,14 +4,16 @@ A channel of our own rails comes to rest when it is armed while nothing is outst
 Then only two things change it: this side posts on it (`gate_post` ends its rest), or its peer does something. The
 descriptor of a socket or of a simulated endpoint, which lies in the engine's epoll set, reports that: one call asks for
 all of them. For a ring, a look at its head and at the peer's gate shows it, without passing the gate or taking a lock.
-Until one of the two happens, the channel is neither polled nor armed again. Channels of other kinds, whose libraries
-have to be called, and those of engines with few channels never rest.
+Until one of the two happens, the channel is neither polled nor armed again. A round looks at LOOKS rings, and at all of
+them before the engine sleeps, so that a thousand of them do not delay the work of one. Channels of other kinds, whose
+libraries have to be called, and those of engines with few channels never rest.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.gates cimport channel_arm
 from aiote_native.structs cimport RailOps
+from aiote_native.worklists cimport rest, stir
 
 cdef extern from *:
     """
@@ -39,6 +41,10 @@ cdef extern from *:
     int aiote_tags(int, void**) noexcept nogil
 
 
+cdef enum:
+    LOOKS = 16  # rings that a round looks at: no more than an engine had when each round looked at all of few
+
+
 cdef int announce(int epoll_fd, Channel* channel) noexcept nogil:
     """Tag the channel's descriptor in the engine's set. The lock is held, so the set never reports a freed channel."""
     if channel.ops.announced and channel.wait_fd >= 0:
@@ -52,30 +58,35 @@ cdef void look_for_stirred(int epoll_fd) noexcept nogil:
     cdef int i
     for i in range(aiote_tags(epoll_fd, tags)):
         if tags[i] != NULL:
-            (<Channel*> tags[i]).resting = False
+            stir(<Channel*> tags[i])
 
 
-cdef bint rests(Channel* channel, bint many) noexcept nogil:
-    """Return whether a channel is still at rest. Where few channels are left, its rest ends."""
-    if not channel.resting:
-        return False
-    if not many:
-        channel.resting = False
-    elif not channel.ops.announced and (channel.ops.stirred(channel.impl) or (
-            channel.peer_gate != NULL and aiote_gate(channel.peer_gate) != channel.peer_generation)):
-        channel.resting = False
-    return channel.resting
+cdef bint is_stirred(Channel* channel) noexcept nogil:
+    return channel.ops.stirred(channel.impl) or (
+        channel.peer_gate != NULL and aiote_gate(channel.peer_gate) != channel.peer_generation)
+
+
+cdef void look_at_rings(Worklists* lists, bint every) noexcept nogil:
+    """End the rest of rings that something stirred: of the next few, or of all."""
+    cdef Channel* channel = lists.looked_at if every or lists.next_look == NULL else lists.next_look
+    cdef Channel* following
+    cdef int left = LOOKS
+    while channel != NULL and (every or left > 0):
+        following = channel.next_listed
+        if is_stirred(channel):
+            stir(channel)
+        channel = following
+        left -= 1
+    if not every:
+        lists.next_look = channel
 
 
 cdef int arm(Channel* channel, bint many) noexcept nogil:
     """Arm a channel that does not rest. If there are many, it rests from here on, unless it has something to do."""
-    cdef int code
-    if channel.resting:
-        return 0
-    code = channel_arm(channel)
+    cdef int code = channel_arm(channel)
     if (code == 0 and many and channel.open and channel.outstanding == 0 and channel.ops.stirred != NULL
-            and (not channel.ops.announced or channel.wait_fd >= 0)):
-        channel.resting = not channel.ops.stirred(channel.impl)
+            and (not channel.ops.announced or channel.wait_fd >= 0) and not channel.ops.stirred(channel.impl)):
+        rest(channel)
     return code
 
 

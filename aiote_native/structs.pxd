@@ -145,6 +145,9 @@ cdef struct Channel:
     int remote_rail
     int wait_fd
     bint open
+    # its place in one of its engine's lists (worklists.pxd)
+    Channel* next_listed
+    Channel* prev_listed
     bint resting         # it is neither polled nor armed until something stirs it (resting.pyx)
     bint unflushed       # it is in the batch's list
     Channel* next_unflushed
@@ -222,6 +225,14 @@ cdef struct Queue:
     Op* head
     Op* tail
 
+# The channels and peers of one engine that its rounds look at (worklists.pxd).
+cdef struct Worklists:
+    Channel* polled      # open channels that do not rest
+    Channel* looked_at   # channels at rest that are looked at, because no descriptor reports what stirs them
+    Channel* next_look   # the one of those to begin with; NULL: the first
+    uint32_t announced   # the number of channels at rest whose descriptors report what stirs them
+    PeerState* pending   # peers with something to post, to grant or to end
+
 cdef struct PeerState:
     Channel* channels[MAX_CHANNELS]
     int channel_count
@@ -231,6 +242,10 @@ cdef struct PeerState:
     Queue armed      # transfers that wait for a flag (proxy.pyx) or a GPU stream (stream_orders.pyx)
     PeerState* next_peer
     PeerState* prev_peer
+    Worklists* lists
+    bint pending     # it is in the list of peers with something to do
+    PeerState* next_pending
+    PeerState* prev_pending
     Mailbox* mailbox
     Batch* batch
     int error

@@ -13,6 +13,7 @@ from aiote_native.clocks cimport clock_ns
 from aiote_native.progress cimport Progress, lock, unlock, usable
 from aiote_native.structs cimport (
     Channel, Completion, MAX_RAILS, OP_RECV, PeerState, Post, RailOps, RailTimes, TIME_BUCKETS, WorkRequest)
+from aiote_native.worklists cimport stir
 
 
 cdef int bucket_of(uint64_t ns) noexcept nogil:
@@ -115,6 +116,9 @@ timed_keeping.flush = timed_flush
 
 cdef void time_channel(Progress* engine, Channel* channel) noexcept nogil:
     """Time an open channel, or time it no longer, as the engine is set."""
+    # Only the endpoint's own functions tell what stirs a channel (resting.pyx), so a resting one is looked at once
+    # more.
+    stir(channel)
     if channel.endpoint_ops != NULL and engine.timed_every == 0:
         channel.ops = channel.endpoint_ops
         channel.impl = channel.endpoint
@@ -124,9 +128,6 @@ cdef void time_channel(Progress* engine, Channel* channel) noexcept nogil:
         channel.endpoint = channel.impl
         channel.ops = &timed if channel.ops.flush == NULL else &timed_keeping
         channel.impl = channel
-    # Only the endpoint's own functions tell what stirs a channel (resting.pyx), so a resting one is looked at once
-    # more.
-    channel.resting = False
     channel.timed_wr = NULL
     channel.untimed = 0
     channel.timed_every = engine.timed_every

@@ -35,9 +35,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(built: Path, waits: bool, schedules: int, seed: int, deaf: bool = False) -> tuple[int, int, int]:
-    """Run schedules in a process of its own; return how many went well, the turns taken, and the sleeps."""
-    call = f"import json, interleaving; print(json.dumps(interleaving.run({waits}, {schedules}, {seed}, {deaf})))"
+def run(
+    built: Path, waits: bool, schedules: int, seed: int, deaf: bool = False, may_rest: bool = False
+) -> tuple[int, int, int, int]:
+    """Run schedules in a process of its own; return how many went well, the turns taken, the sleeps, and the rests."""
+    arguments = f"{waits}, {schedules}, {seed}, {deaf}, {may_rest}"
+    call = f"import json, interleaving; print(json.dumps(interleaving.run({arguments})))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", call],
         env={**os.environ, "LD_PRELOAD": compiled.preloaded(built / "steps.so"), "PYTHONPATH": str(built)},
@@ -45,17 +48,27 @@ def run(built: Path, waits: bool, schedules: int, seed: int, deaf: bool = False)
         timeout=PATIENCE_S,
         check=True,
     )
-    well, turns, sleeps = json.loads(done.stdout)
-    return well, turns, sleeps
+    well, turns, sleeps, rests = json.loads(done.stdout)
+    return well, turns, sleeps, rests
 
 
 @kinds
 def test_no_order_of_steps_loses_a_wake_up(built, waits):
-    well, turns, sleeps = run(built, waits, SCHEDULES, seed=1)
+    well, turns, sleeps, rests = run(built, waits, SCHEDULES, seed=1)
     assert well == SCHEDULES, f"schedule {well} of seed 1 left something behind, and everybody asleep"
     # The steps are fine enough to meet every gap, and most schedules fall asleep several times.
     assert turns > 50 * SCHEDULES
     assert sleeps > 6 * SCHEDULES
+    assert rests == 0
+
+
+@kinds
+def test_no_order_of_steps_leaves_a_channel_at_rest_with_work(built, waits):
+    well, turns, sleeps, rests = run(built, waits, SCHEDULES // 2, seed=5, may_rest=True)
+    assert well == SCHEDULES // 2, f"schedule {well} of seed 5 left something behind, or in no list"
+    assert turns > 25 * SCHEDULES
+    assert rests > SCHEDULES
+    assert sleeps > SCHEDULES
 
 
 @kinds

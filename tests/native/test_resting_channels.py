@@ -14,6 +14,8 @@ MANY = 12
 """More than are polled in every round."""
 FEW = 8
 """No more than are always polled."""
+CROWD = 50
+"""More rings than a round looks at."""
 IMM = 0x321
 
 
@@ -26,9 +28,9 @@ def rails(request: pytest.FixtureRequest) -> Iterator[Rails]:
         yield rails
 
 
-def star(rails: Rails) -> list[Pair]:
+def star(rails: Rails, count: int = MANY) -> list[Pair]:
     """Return a hub's links to many others, at rest."""
-    hub, others = rails.side(), [rails.side() for _ in range(MANY)]
+    hub, others = rails.side(), [rails.side() for _ in range(count)]
     pairs = [Pair(rails, hub, other, *rails.join(hub, other)) for other in others]
     rails.rest()
     return pairs
@@ -119,3 +121,28 @@ def test_channels_at_rest_are_seen_where_few_are_left(rails):
     for number, pair in enumerate(pairs[:FEW]):
         rails.finish(pair.b.send(pair.ba, b"%d" % number))
         assert received(rails, pair.a, pair.ab) == b"%d" % number
+
+
+def test_one_of_many_at_rest_is_seen_beside_one_that_is_busy(rails):
+    """The hub never sleeps meanwhile, so no look at all of them finds it."""
+    pairs = star(rails, CROWD)
+    busy, idle = pairs[0], pairs[CROWD // 2]
+    source, target = busy.a.register(4096), busy.b.register(4096)
+    number, most = 0, 500
+    rails.finish(idle.b.send(idle.ba, b"hello"))
+    while idle.a.take(idle.ab) is None:
+        rails.finish(busy.a.write(busy.ab, source, target.remote))
+        number += 1
+        assert number < most, f"not seen within {most} writes"
+
+
+def test_a_queue_behind_a_channel_at_rest_goes_on(rails):
+    """More messages than the peer takes wait in the queue, and the credits that come to the channel start them."""
+    pairs = star(rails)
+    pair = pairs[-1]
+    sent = [pair.a.send(pair.ab, b"%d" % number) for number in range(100)]
+    rails.rest()
+    assert not all(operation.is_over for operation in sent)
+    # The simulated network reorders messages.
+    assert {received(rails, pair.b, pair.ba) for _ in sent} == {b"%d" % number for number in range(100)}
+    rails.finish(*sent)

@@ -5,7 +5,7 @@ The rail has no wires: what is posted lies in the other side's queue until that 
 comes back the same way. Some messages go in pieces, each of which asks for the next without any completion. With a wait
 descriptor the queue is announced as tcp does it, else by the real wake-up event. A schedule is over when nobody can
 run: both sleep on a descriptor that is not readable and have nothing more to submit. Then everything must have arrived
-and ended.
+and ended. Where channels may rest, an engine also keeps its lists of what to look at in these orders.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -17,9 +17,14 @@ import os
 from aiote_native.core cimport Core
 from aiote_native.descriptors cimport watch_descriptor
 from aiote_native.peer_wakeups cimport PeerWakeup
+from aiote_native.pending cimport has_work
 from aiote_native.posting cimport op_start
 from aiote_native.progress cimport Progress, progress_once
-from aiote_native.structs cimport Channel, Completion, Done, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest
+from aiote_native.resting cimport announce
+from aiote_native.status cimport check
+from aiote_native.structs cimport (
+    Channel, Completion, Done, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest, Worklists)
+from aiote_native.worklists cimport list_channel
 
 cdef extern from *:
     """
@@ -79,6 +84,7 @@ cdef enum:
     DEPTH = 8        # work requests of a side
     MOST_POSTS = 3   # of a side in one schedule
     MAX_PIECES = 3
+    MANY_CHANNELS = 100
 
 cdef enum Kind:
     PIECE = 1        # of a message: asks for the next one, or is the last
@@ -107,6 +113,8 @@ cdef struct Side:
     int to_post
     uint64_t posted
     uint64_t ended
+    uint64_t rests
+    uint64_t misplaced
 
 cdef Side sides[2]
 cdef Side* current = NULL
@@ -200,6 +208,15 @@ cdef void rail_end(void* impl) noexcept nogil:
     pass
 
 
+cdef bint rail_stirred(void* impl) noexcept nogil:
+    cdef Side* here = <Side*> impl
+    cdef bint stirred
+    step()
+    stirred = not operations.announced and here.first != here.last
+    step()
+    return stirred
+
+
 cdef RailOps operations
 operations.post = rail_post
 operations.poll = rail_poll
@@ -233,6 +250,17 @@ cdef void reap(Side* here) noexcept nogil:
         item = following
 
 
+cdef bint in_place(Side* here) noexcept nogil:
+    """Return whether the next round looks at all that has something to do."""
+    cdef const Worklists* lists = &here.engine.state.lists
+    if has_work(&here.peer) and not here.peer.pending or here.channel.resting and here.channel.outstanding:
+        return False
+    if not here.channel.resting:
+        return lists.polled == &here.channel and lists.looked_at == NULL and lists.announced == 0
+    return lists.polled == NULL and (
+        lists.announced == 1 if operations.announced else lists.looked_at == &here.channel)
+
+
 cdef void loop(Side* here) noexcept nogil:
     """An event loop: rounds for as long as the core asks for them, then sleep until the descriptor is readable."""
     cdef int again
@@ -241,6 +269,8 @@ cdef void loop(Side* here) noexcept nogil:
             submit(here)
         step()
         again = progress_once(here.engine)
+        here.misplaced += not in_place(here)
+        here.rests += here.channel.resting
         reap(here)
         if again:
             continue
@@ -274,13 +304,14 @@ cdef bint schedule() noexcept nogil:
         aiote_resume(i)
     current = NULL
     for i in range(2):
-        if (sides[i].ended != sides[i].posted or sides[i].engine.state.immediates != sides[1 - i].posted
+        if (sides[i].misplaced or sides[i].ended != sides[i].posted or sides[i].engine.state.immediates != sides[1 - i].posted
                 or sides[i].engine.state.outstanding or sides[i].engine.state.queued):
             return False
     return True
 
 
-cdef int prepare(Side* side, int number, Core core, Core other, PeerWakeup wakeup, bint waits) except -1:
+cdef int prepare(Side* side, int number, Core core, Core other, PeerWakeup wakeup, bint waits,
+                 bint may_rest) except -1:
     cdef int i
     memset(side, 0, sizeof(Side))
     side.number = number
@@ -307,15 +338,21 @@ cdef int prepare(Side* side, int number, Core core, Core other, PeerWakeup wakeu
         side.channel.waiting = &core.engine.wakeup_page.waiting[0]
     side.peer.channels[0] = &side.channel
     side.peer.channel_count = 1
+    side.peer.lists = &core.engine.state.lists
+    list_channel(&side.channel)
+    if may_rest:
+        core.engine.state.channels = MANY_CHANNELS
+        check(announce(core.engine.epoll_fd, &side.channel), "epoll_ctl")
     core.engine.state.peers = &side.peer
     return 0
 
 
-def run(bint waits, uint64_t count, uint64_t seed, bint deaf=False):
+def run(bint waits, uint64_t count, uint64_t seed, bint deaf=False, bint may_rest=False):
     """Run so many schedules; the first that does not go well ends it.
 
     `deaf` loses wake-ups: arming always says that it is safe to sleep, a wake-up is never seen to be needed.
-    Returns (schedules that went well, switches, sleeps).
+    `may_rest` has the channels come to rest, as those of engines with many do.
+    Returns (schedules that went well, switches, sleeps, rounds that ended with the channel at rest).
     """
     global random_state, switches, lies
     cdef uint64_t done = 0
@@ -323,10 +360,14 @@ def run(bint waits, uint64_t count, uint64_t seed, bint deaf=False):
     random_state = seed * 0x9E3779B97F4A7C15ULL + 1
     switches = 0
     lies = deaf
+    operations.stirred = NULL
+    if may_rest:
+        operations.stirred = rail_stirred
+    operations.announced = waits
     wakeups = [None if waits else PeerWakeup(os.dup(event.memory_fd), event.address)
                for event in (core.wakeup_event for core in cores)]
     for number in range(2):
-        prepare(&sides[number], number, cores[number], cores[1 - number], wakeups[1 - number], waits)
+        prepare(&sides[number], number, cores[number], cores[1 - number], wakeups[1 - number], waits, may_rest)
         aiote_begin(number, body)
     if not aiote_install(step):
         raise RuntimeError("steps.so is not preloaded")
@@ -335,4 +376,4 @@ def run(bint waits, uint64_t count, uint64_t seed, bint deaf=False):
             done += 1
     aiote_install(NULL)
     sleeps = sum([core.statistics()["sleeps"] for core in cores])
-    return done, switches, sleeps
+    return done, switches, sleeps, sides[0].rests + sides[1].rests

@@ -10,6 +10,7 @@ from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
 from aiote_native.progress cimport progress_once
 from aiote_native.structs cimport Channel, Completion, OP_RECV, PeerState, Post, RailOps, Slot, WorkRequest
+from aiote_native.worklists cimport list_channel
 
 cdef enum:
     SLOTS = 4
@@ -69,6 +70,8 @@ def deliver(list messages):
     rail.peer.channels[0] = &rail.channel
     rail.peer.channel_count = 1
     rail.peer.mailbox = mailbox_new(&rail.channel, SLOTS, SLOT_BYTES, SLOTS, memory, NULL)
+    rail.peer.lists = &core.engine.state.lists
+    list_channel(&rail.channel)
     core.engine.state.peers = &rail.peer
     mailbox_open(&core.engine.state, rail.peer.mailbox)
     for data in messages:
@@ -88,6 +91,7 @@ def deliver(list messages):
             mailbox_consume(&core.engine.state, rail.peer.mailbox)
     failed = -rail.peer.error if rail.peer.failed else 0
     core.engine.state.peers = NULL
+    memset(&core.engine.state.lists, 0, sizeof(core.engine.state.lists))
     core.engine.state.inbox = 0
     mailbox_free(rail.peer.mailbox)
     free(memory)
