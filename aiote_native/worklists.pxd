@@ -1,8 +1,9 @@
-# What the rounds of an engine look at, so that a round costs as much as there is to do, however many peers there are.
+# The channels and peers that the rounds of an engine look at: a round costs as much as there is to do, for any number of
+# peers.
 #
-# An open channel is in the list of those that are polled and armed, or it rests (resting.pyx). A peer is in the list of
-# pending peers while it has something to post, to grant or to end; whatever gives it such work calls `pend`, and the
-# round that finds none takes it out (progress.pyx). The lists are intrusive, and belong to the engine's lock.
+# An open channel is polled and armed, or it rests (resting.pyx). A peer is pending while it has something to post, to
+# grant or to end: whatever gives it such work calls `pend`, and a round that finds it has none left takes it out
+# (pending.pyx). The lists are intrusive, and belong to the engine's lock.
 from aiote_native.structs cimport Channel, PeerState, Worklists
 
 

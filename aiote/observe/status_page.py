@@ -85,7 +85,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
-    """What one `serve` of an engine serves: whether it takes new calls, how many run and how many wait in its queue."""
+    """The services of one `serve` call: whether they take new calls, how many run and how many wait in the queue."""
 
     names: Text
     serving: bool
@@ -140,7 +140,7 @@ def _made() -> Path | None:
 
 
 class ServiceReporter(Protocol):
-    """Who knows the services of an engine."""
+    """An object that knows the services of an engine."""
 
     def service_states(self) -> list[ServiceStatus]: ...
 

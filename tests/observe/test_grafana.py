@@ -97,16 +97,16 @@ class Span(Strict, rename={"since": "from", "until": "to"}):
     until: str
 
 
-class Variables(Strict):
+class Variables(Strict, rename={"variables": "list"}):
     """The dashboard's templating."""
 
-    list: list[Variable]
+    variables: list[Variable]
 
 
-class Annotations(Strict):
+class Annotations(Strict, rename={"annotations": "list"}):
     """AnnotationContainer."""
 
-    list: list[Any]
+    annotations: list[Any]
 
 
 class Dashboard(Strict):
@@ -127,7 +127,7 @@ class Dashboard(Strict):
 def test_the_dashboard_fits_grafana_s_schema():
     dashboard = msgspec.json.decode(DASHBOARD.read_bytes(), type=Dashboard)
     assert len({panel.id for panel in dashboard.panels}) == len(dashboard.panels)
-    names = {variable.name for variable in dashboard.templating.list}
+    names = {variable.name for variable in dashboard.templating.variables}
     assert {panel.datasource.uid for panel in dashboard.panels} == {"${datasource}"}
     assert "datasource" in names
 

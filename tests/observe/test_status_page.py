@@ -97,14 +97,14 @@ async def test_a_page_has_the_states_of_the_engine_s_services(folder):
         limits = service.Limits(calls=1)
         async with service.serve(right, Slow(), limits=limits) as server, anyio.create_task_group() as tasks:
             assert states() == [ServiceStatus("Slow/1", True, 0, 0)]
-            async with service.client(left, right.address, Slow) as slow:
-                tasks.start_soon(slow.wait)
-                tasks.start_soon(slow.wait)
-                await until(lambda: server.queued == 1)
-                assert states() == [ServiceStatus("Slow/1", True, 1, 1)]
-                server.draining = True
-                assert not states()[0].serving
-                tasks.cancel_scope.cancel()
+            slow = service.client(left, right.address, Slow)
+            tasks.start_soon(slow.wait)
+            tasks.start_soon(slow.wait)
+            await until(lambda: server.queued == 1)
+            assert states() == [ServiceStatus("Slow/1", True, 1, 1)]
+            server.draining = True
+            assert not states()[0].serving
+            tasks.cancel_scope.cancel()
         assert states() == []
 
 
