@@ -1,5 +1,5 @@
-# The channels and peers that the rounds of an engine look at: a round costs as much as there is to do, for any number of
-# peers.
+# The channels and peers that the rounds of an engine look at: a round costs as much as there is to do, for any number
+# of peers.
 #
 # An open channel is polled and armed, or it rests (resting.pyx). A peer is pending while it has something to post, to
 # grant or to end: whatever gives it such work calls `pend`, and a round that finds it has none left takes it out
