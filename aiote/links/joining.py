@@ -35,9 +35,6 @@ def pair(
     """
     ours = {rail.index: rail.wire for rail in runtime.rail_set.rails if rail.index not in full}
     theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
-    spares = runtime.rail_set.spares
-    if (set(ours.values()) & set(theirs.values())) - spares:
-        ours = {number: wire for number, wire in ours.items() if wire not in spares}
     near = {rail.wire for rail in runtime.rail_set.rails if rail.traits.host_only} & set(theirs.values())
     if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
         # If both sides also have other rails: use shared memory alone on one host, and never between two hosts.
@@ -46,6 +43,9 @@ def pair(
             {number: wire for number, wire in rails.items() if not near or (wire in near) is here}
             for rails in (ours, theirs)
         )
+    spares = runtime.rail_set.spares
+    if (set(ours.values()) & set(theirs.values())) - spares:
+        ours = {number: wire for number, wire in ours.items() if wire not in spares}
     mine, remote = list(ours), list(theirs)
     if role is Role.INITIATOR:
         found = pair_rails(list(ours.values()), list(theirs.values()))

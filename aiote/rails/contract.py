@@ -14,7 +14,17 @@ from aiote_native.provider import NativeDevice, NativeEndpoint
 if TYPE_CHECKING:
     from .topology import Place
 
-__all__ = ["TRAITS", "Rail", "RailInfo", "Traits", "traits_of"]
+__all__ = ["NEVER_RUN", "PROVEN", "TRAITS", "Rail", "RailInfo", "Traits", "is_proven", "traits_of"]
+
+PROVEN = frozenset({"local", "shm", "sim", "socket", "tcp", "verbs"})
+"""The kinds of rail that aiote was run on. `auto` takes no other kind; the table in docs/hardware.md names the rest."""
+NEVER_RUN = "was never run with aiote on hardware"
+"""What is said of any other kind."""
+
+
+def is_proven(provider: str) -> bool:
+    """Tell whether aiote was run on a provider. The first part of a layered name ("tcp;ofi_rxm") decides."""
+    return provider.partition(";")[0] in PROVEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from .contract import NEVER_RUN
 from .facts import Facts, PortFacts, RdmaDevice, gather
 
 __all__ = ["Facts", "Finding", "examine", "gather"]
@@ -134,7 +135,7 @@ def _efa(facts: Facts) -> Iterator[Finding]:
         yield Finding("wrong", "EFA", facts.efa_error, "fi_info -p efa -t FI_EP_RDM")
     elif facts.efa:
         names = ", ".join(facts.efa)
-        what = f"{names} can be used with provider='efa'; auto does not choose it, because aiote was never run on it"
+        what = f"{names} can be used with provider='efa'; auto does not choose it, because it {NEVER_RUN}"
         yield Finding("hint", "EFA", what, "aiote prove efa")
 
 

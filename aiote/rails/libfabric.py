@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from .topology import Nic, Place
 
 __all__ = [
-    "UNTRIED",
     "LibfabricRail",
     "choose",
     "efa_state",
     "fabric_error",
-    "fast_provider",
+    "is_usable",
     "offered_nics",
     "source_host",
 ]
@@ -36,9 +35,7 @@ __all__ = [
 SPINNING_TCP = (1, 18)
 """In 1.18.0 the wait descriptor of tcp is always readable; 1.18.1 fixed it."""
 
-UNTRIED = ("efa", "cxi")
-"""Providers that aiote has never run on: an engine uses them only if they are named."""
-ORDER = (*UNTRIED, "verbs;ofi_rxm", "tcp", "shm")
+ORDER = ("efa", "cxi", "verbs;ofi_rxm", "tcp", "shm")
 
 
 class LibfabricRail:
@@ -223,19 +220,30 @@ def efa_state(library: str, *, here: bool) -> tuple[tuple[str, ...], str]:
         if not names:
             return (), efa_lacks(found) if here or discover("efa", usable=False) else ""
         for name in names:
-            rail = LibfabricRail(0, "efa", "", name, found)
-            try:
-                rail.open_endpoint().close()
-            finally:
-                rail.close()
+            _try_endpoint("efa", "", name, found)
     except (AioteError, StatusError) as error:
         return (), str(error) if here or not isinstance(error, UsageError) else ""
     return names, ""
 
 
-def fast_provider() -> str:
-    """Return a provider of RDMA NICs that is offered here and that aiote was run on, or "". The library is open."""
-    return "verbs;ofi_rxm" if _offers("verbs;ofi_rxm") else ""
+def _try_endpoint(provider: str, node: str, domain: str, library: FoundLibrary) -> None:
+    """Open an endpoint for a moment. Raises FabricError."""
+    rail = LibfabricRail(0, provider, node, domain, library)
+    try:
+        rail.open_endpoint().close()
+    finally:
+        rail.close()
+
+
+def is_usable(provider: str, names: tuple[str, ...] | None, host: str, library: FoundLibrary) -> bool:
+    """Tell whether the NICs that `choose` would take can be used. Opens an endpoint of a scarce one for a moment."""
+    try:
+        for place in choose(provider, names, host, library):
+            if traits_of(provider).scarce:
+                _try_endpoint(*place, library)
+    except (AioteError, StatusError):
+        return False
+    return True
 
 
 def offered_nics() -> dict[str, tuple[str, ...]]:

@@ -262,7 +262,7 @@ class RailSet:
     def spares(self) -> set[str]:
         """The wire protocols of spare rails, which serve peers that find no endpoint left on the scarce rails."""
         scarce = any(rail.traits.scarce for rail in self.rails)
-        return {rail.wire for rail in self.rails if scarce and not rail.traits.scarce}
+        return {rail.wire for rail in self.rails if scarce and not rail.traits.scarce and not rail.traits.host_only}
 
     def reserve(self, rail: int) -> NativeEndpoint | None:
         """Open an endpoint of a scarce rail; return None if its NIC has none left and there is a spare rail. Raises

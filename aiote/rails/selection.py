@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FabricError, UsageError
-from .contract import Rail
-from .libfabric import UNTRIED, LibfabricRail, choose, fast_provider
+from .contract import NEVER_RUN, Rail, is_proven
+from .libfabric import LibfabricRail, choose, is_usable
 from .library import FoundLibrary, load
 from .local import LOCAL, LocalRail, choose_local, may_make_rings
 from .sim import network
@@ -23,6 +23,8 @@ __all__ = ["RailRequest", "open_rails"]
 
 AUTO = "auto"
 WITHOUT_LIBRARY = ("sim", "verbs", LOCAL, SOCKET)
+PREFERENCE = ("efa", "verbs", "verbs;ofi_rxm")
+"""The providers of RDMA NICs in the order in which "auto" tries them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,10 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
         clock = _plug(request, rails)
     else:
         assert found is not None
-        if provider.partition(";")[0] in UNTRIED:
-            warnings.warn(
-                f"provider={provider!r} was never run with aiote on hardware; see docs/providers.md",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        for index, place in enumerate(choose(provider, request.names, request.host, found)):
+        places = choose(provider, request.names, request.host, found)
+        if not is_proven(provider):
+            warnings.warn(f"provider={provider!r} {NEVER_RUN}; see docs/providers.md", RuntimeWarning, stacklevel=2)
+        for index, place in enumerate(places):
             rails.append(LibfabricRail(index, *place, found))
         if request.fallback and rails[0].traits.scarce:
             rails.append(SocketRail(len(rails), *choose_sockets(None, request.host)[0]))
@@ -86,19 +85,23 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
 def _best(request: RailRequest) -> tuple[str, FoundLibrary | None]:
     """Return the best provider that is here, and the libfabric that was opened to determine it.
 
-    RDMA devices come first, then TCP over the kernel's sockets, which is faster than libfabric's. Providers that aiote
-    has never run on are not chosen. Raises FabricError if the named libfabric cannot be opened.
+    RDMA devices come first, then TCP over the kernel's sockets, which is faster than libfabric's. Only kinds in
+    `PROVEN` are chosen. Raises FabricError if the named libfabric cannot be opened.
     """
-    found, fast = None, ""
+    found = None
     try:
         found = load(request.library)
-        fast = fast_provider()
     except FabricError:
         if request.library:
             raise
-    if _hardware(request.names):
-        return "verbs", found
-    return fast or SOCKET, found
+    for provider in filter(is_proven, PREFERENCE):
+        if provider == "verbs":
+            usable = bool(_hardware(request.names))
+        else:
+            usable = found is not None and is_usable(provider, request.names, request.host, found)
+        if usable:
+            return provider, found
+    return SOCKET, found
 
 
 def _hardware(names: tuple[str, ...] | None) -> tuple[Port, ...]:

@@ -16,6 +16,7 @@ import pytest
 import aiote
 from aiote.core import control_frames as frames
 from aiote.core import striping
+from aiote.rails.contract import NEVER_RUN, PROVEN, is_proven
 from aiote.rails.library import DEFAULTS
 from aiote_native.peers import pool_bytes
 
@@ -25,6 +26,8 @@ HOW_TO = sorted((ROOT / "docs" / "howto").glob("*.md"))
 README = PAGES[0].read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+HARDWARE = (ROOT / "docs" / "hardware.md").read_text()
+PROVIDERS = (ROOT / "docs" / "providers.md").read_text()
 SOURCES = sorted((ROOT / "aiote").rglob("*.py"))
 NATIVE = sorted((ROOT / "aiote_native").rglob("*.pyx")) + sorted((ROOT / "aiote_native").rglob("*.pxd"))
 
@@ -221,6 +224,16 @@ def test_every_setting_has_the_variable_of_its_name(kind, prefix, monkeypatch, c
             with monkeypatch.context() as patch:
                 patch.setenv(variable, text)
                 assert getattr(getattr(aiote, kind)(), name) == value
+
+
+def test_auto_takes_no_kind_that_the_page_on_hardware_says_was_never_run():
+    """Any other kind that the page names may be taken; what `aiote prove cuda` runs on is no kind of rail."""
+    ran = {name.strip(): row[2] for row in rows(HARDWARE, "`WHAT`") for name in row[0].replace("`", "").split(",")}
+    never = {name for name, text in ran.items() if "never" in text}
+    assert never == {"efa", "cxi"} == {name for name in ran if not is_proven(name)} - {"cuda"}
+    assert set(ran) | {"shm"} >= PROVEN
+    assert is_proven("verbs;ofi_rxm")
+    assert f"`efa` and `cxi` were {NEVER_RUN.removeprefix('was ')}" in PROVIDERS
 
 
 def test_the_table_of_errors_is_whole():

@@ -41,6 +41,17 @@ def test_a_library_whose_efa_cannot_be_used_is_refused_by_name_and_auto_takes_an
     assert "auto: socket" in said
 
 
+@pytest.mark.parametrize("behaviour", ["", "old", "unsolicited", "no-write", "no-wait", "no room"])
+def test_auto_would_take_a_proven_efa_where_it_can_be_used_and_goes_on_elsewhere(
+    tmp_path: Path, behaviour: str
+) -> None:
+    """It does not take it yet. Peers of one host use `local` beside it. The rails that are named are not EFA's."""
+    named = {"EFA_STANDIN_QPS": "0"} if behaviour == "no room" else {"EFA_STANDIN": behaviour}
+    said = run(tmp_path, libraries()[0], "proven", **named)
+    usable, unusable = ["auto: efa socket local", "carried: 0 0 1000"], ["auto: socket local", "carried: 0 1000"]
+    assert said.splitlines() == ["named: socket local", *(unusable if behaviour else usable)]
+
+
 def test_an_endpoint_that_is_shut_is_posted_on_no_more(tmp_path: Path) -> None:
     """The stand-in crashes who uses a closed endpoint."""
     built, wire = tmp_path / "built", tmp_path / "wire"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import ipaddress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote import FabricError
-from aiote.rails import libfabric, ports, selection
+from aiote.rails import ports, selection
+from aiote.rails.contract import NEVER_RUN
 from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
+from aiote.rails.rail_set import RailSet
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 FOUR, SIX, LOCAL = "::ffff:10.77.0.1", "fd00::1", "fe80::4b:1ff:fe00:1"
@@ -157,7 +160,7 @@ def test_only_hardware_ports_that_are_up_are_taken_unasked():
 )
 def test_auto_takes_the_best_that_is_here(monkeypatch, fast, names, best):
     """Ports of hardware where every name is theirs, then what libfabric drives, TCP last."""
-    monkeypatch.setattr(selection, "fast_provider", lambda: fast)
+    monkeypatch.setattr(selection, "is_usable", lambda provider, *_: provider == fast)
     good = made("a", "10.0.0.1")
     soft = dataclasses.replace(good, device="rxe0", software=True)
     monkeypatch.setattr(ports, "read_ports", lambda: (soft, good))
@@ -180,16 +183,23 @@ def test_without_a_library_auto_takes_sockets(monkeypatch):
         selection._best(selection.RailRequest("auto", library="/none"))
 
 
-@pytest.mark.parametrize("provider", ["efa", "cxi"])
-def test_auto_never_takes_what_was_never_run(provider, monkeypatch):
+def test_auto_never_takes_what_was_never_run(monkeypatch):
     """Not even where nothing else is offered; named, it is opened, and a warning says so."""
-    opened: list[str] = []
+    provider, opened = "efa", []
     monkeypatch.setattr(selection, "load", lambda _path: SimpleNamespace(version=(2, 5), path="here"))
-    monkeypatch.setattr(libfabric, "_offers", lambda name: [{}] if name == provider else [])
+    monkeypatch.setattr(selection, "is_usable", lambda name, *_: name == provider)
     monkeypatch.setattr(selection, "_hardware", lambda _names: ())
     monkeypatch.setattr(selection, "choose", lambda *_: [(provider, "", "nic0")])
     monkeypatch.setattr(selection, "LibfabricRail", lambda *arguments: opened.append(arguments[1]))
     assert selection._best(selection.RailRequest("auto"))[0] == "socket"
-    with pytest.warns(RuntimeWarning, match=f"provider='{provider}' was never run"):
+    with pytest.warns(RuntimeWarning, match=f"provider='{provider}' {NEVER_RUN}"):
         selection.open_rails(selection.RailRequest(provider), [])
     assert opened == [provider]
+
+
+@pytest.mark.libfabric
+def test_cxi_is_refused_with_what_is_missing():
+    """Whether or not such a NIC is here, and without the warning of what can be opened."""
+    with pytest.raises(FabricError, match=r"FI_MR_ENDPOINT.*fi_writedata.*use provider='socket'") as caught:
+        RailSet("cxi", None, host="127.0.0.1", library="")
+    assert caught.value.errno == errno.EOPNOTSUPP

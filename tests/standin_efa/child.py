@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 
 import aiote
+from aiote.rails import contract
 
 IMM = 7
 LENGTHS = (0, 1, 1000, 8176, 8177, 16000, 16384)
@@ -71,7 +72,21 @@ async def without_fallback() -> None:
                 print(type(error).__name__, error)
 
 
+async def proven() -> None:
+    """As if EFA were among the proven kinds: what `auto` opens, and what joins two engines of this host."""
+    contract.PROVEN |= {"efa"}
+    async with aiote.open_engine(rails=["127.0.0.1"]) as engine:
+        print("named:", *(rail.provider for rail in engine.rails))
+    async with aiote.open_engine() as left, aiote.open_engine() as right:
+        print("auto:", *(rail.provider for rail in left.rails))
+        memory = bytearray(1000)
+        await left.write_imm(left.register(b"\1" * 1000), left.attach(right.register(memory).descriptor), IMM)
+        await right.counter(IMM).wait(1)
+        assert memory == b"\1" * 1000
+        print("carried:", *left.statistics().carried)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)
-    cases = (transfers, refused, crowded, without_fallback)
+    cases = (transfers, refused, crowded, without_fallback, proven)
     asyncio.run({case.__name__: case for case in cases}[sys.argv[1]]())
