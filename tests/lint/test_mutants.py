@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,31 @@ def test_every_mechanism_can_be_taken_out(mechanism):
     assert mechanism.taken_out(text) != text
     assert mechanism.library in ("new", "old", "verbs")
     for test in mechanism.tests:
-        assert (ROOT / test).exists()
+        path, _, function = test.partition("::")
+        assert (ROOT / path).exists()
+        assert f"def {function}(" in (ROOT / path).read_text() or not function
+
+
+STANDIN = ROOT / "tests" / "standin_efa"
+
+
+def test_each_strictness_of_the_stand_in_for_efa_is_in_its_table_and_has_a_mutant():
+    """And each variable that it reads is named there, and no row is without a source."""
+    page = (STANDIN / "README.md").read_text()
+    lines = [line.strip("|") for line in page.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+    sources = "".join(path.read_text() for path in STANDIN.glob("*.[ch]"))
+    names = re.search(r"strictnesses\[STRICTNESSES\] = \{(.*?)\};", sources)[1]
+    switches = set(re.findall(r'"(\w+)"', names))
+    assert switches
+    assert {row[1].strip('"') for row in rows if row[1].startswith('"')} == switches
+    assert {mechanism.switch for mechanism in mechanisms()} - {""} == switches
+    assert len(re.findall(r"\bSTRICT_\w+", re.search(r"enum strictness \{(.*?)\};", sources)[1])) == len(switches)
+    for row in rows:
+        assert len(row) == 3
+        assert row[2]
+    for variable in re.findall(r'"(EFA_STANDIN\w*)"', sources):
+        assert f"`{variable}" in page or f".`{variable}`" in page
 
 
 def test_a_stale_table_is_noticed():

@@ -31,6 +31,10 @@ def test_bytes_counts_and_messages_are_exact_over_unordered_fragments(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_pieces_of_messages_that_are_under_way_at_once_are_told_apart(tmp_path: Path) -> None:
+    run(tmp_path, libraries()[0], "messages", EFA_STANDIN_MTU="1024")
+
+
 @pytest.mark.parametrize("behaviour", ["old", "unsolicited", "no-write"])
 def test_a_library_whose_efa_cannot_be_used_is_refused_by_name_and_auto_takes_another(
     tmp_path: Path, behaviour: str

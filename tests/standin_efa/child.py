@@ -37,6 +37,16 @@ async def transfers() -> None:
         assert left.statistics().carried[-1] == 0, "the socket is for peers that find no NIC"
 
 
+async def messages() -> None:
+    """Messages of several pieces that are on their way at once, each of one byte's value."""
+    async with aiote.open_engine(provider="efa") as left, aiote.open_engine(provider="efa") as right:
+        await left.connect(right.address)
+        for _ in range(20):
+            sent = [bytes([number]) * 16384 for number in range(8)]
+            await asyncio.gather(*(left.send(right.address, each) for each in sent))
+            assert sorted([bytes((await right.recv()).data) for _ in sent]) == sent
+
+
 async def refused() -> None:
     """What a machine says whose EFA cannot be used; `auto` takes another."""
     try:
@@ -88,5 +98,5 @@ async def proven() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)
-    cases = (transfers, refused, crowded, without_fallback, proven)
+    cases = (transfers, messages, refused, crowded, without_fallback, proven)
     asyncio.run({case.__name__: case for case in cases}[sys.argv[1]]())

@@ -75,9 +75,10 @@ void endpoint_end(struct endpoint *self) {
         free(landing->message);
         free(landing);
     }
+    self->queue->ended = !strict(STRICT_DISCARD);
     for (size_t i = 0; i < self->queue->count; i++) {
         struct entry entry = self->queue->ring[(self->queue->first + i) % self->queue->size];
-        if (entry.of != self) self->queue->ring[(self->queue->first + kept++) % self->queue->size] = entry;
+        if (entry.of != self || self->queue->ended) self->queue->ring[(self->queue->first + kept++) % self->queue->size] = entry;
         else if (entry.what.flags & FI_REMOTE_CQ_DATA) count(DISCARDED);
     }
     self->queue->count = kept;
@@ -91,8 +92,8 @@ ssize_t post_op(struct endpoint *self, enum packet_kind kind, const struct iovec
     uint64_t length = count ? iov[0].iov_len : 0;
     struct op *op;
     if (count > 1) return -FI_EINVAL;
-    if (length > (uint64_t)(kind == SEND ? setting("EFA_STANDIN_MTU", 8192) : setting("EFA_STANDIN_RMA", 1 << 20)))
-        return -FI_EMSGSIZE;
+    if (kind == SEND && length > (uint64_t)setting("EFA_STANDIN_MTU", 8192)) return -FI_EMSGSIZE;
+    if (kind != SEND && length > (uint64_t)setting("EFA_STANDIN_RMA", 1 << 20) && strict(STRICT_WRITES)) return -FI_EMSGSIZE;
     pthread_mutex_lock(&device->lock);
     if (self->posted >= TX_DEPTH || to >= self->vector->top || !self->vector->used[to]) {
         pthread_mutex_unlock(&device->lock);

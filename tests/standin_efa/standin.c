@@ -190,7 +190,7 @@ static struct fi_ops_mr memory_table = {.size = sizeof(struct fi_ops_mr), .reg =
 
 /* What the process has not read although it is there: as if the scheduler kept it from here. */
 static bool hidden(const struct queue *self) {
-    return self->count && fault_of(self->device, HIDE) && self->ring[self->first].what.flags & FI_REMOTE_CQ_DATA;
+    return self->count && !self->ended && fault_of(self->device, HIDE) && self->ring[self->first].what.flags & FI_REMOTE_CQ_DATA;
 }
 
 static ssize_t read_queue(struct fid_cq *cq, void *buffer, size_t count) {

@@ -77,7 +77,7 @@ struct queue {
     struct entry *ring;
     size_t size, first, count;
     int event;
-    bool armed;
+    bool armed, ended; /* ended: its endpoint is closed, and what it holds is kept */
 };
 
 struct vector {
@@ -137,6 +137,10 @@ enum damage { WHOLE, SHORT, TWICE, EARLY };
 extern enum damage damage; /* of this process from its start on */
 long fault_of(const struct device *device, enum fault fault);
 bool strikes(struct device *device, enum fault fault); /* of 1000 packets so many */
+/* What makes it as strict as the device, or stricter. EFA_STANDIN_LENIENT names one that this process does without, so
+ * that it shows which fault of aiote's only that one finds. */
+enum strictness { STRICT_ORDER, STRICT_RECEIVES, STRICT_OVERFLOW, STRICT_DISCARD, STRICT_WRITES, STRICTNESSES };
+bool strict(enum strictness which);
 void count(enum counted what);
 void devices_add(struct device *device);
 void devices_remove(struct device *device);
