@@ -30,6 +30,12 @@ SHM_NEEDED = 8 * SHM_OF_A_PEER
 
 DMA_BUF = (5, 12)
 """The first Linux release that registers GPU memory by DMA-BUF."""
+FORKS = (5, 13)
+"""The first Linux release that copies pinned pages at a fork, so that libfabric's EFA needs no care of its own."""
+EFA_INSTALLER = (
+    "curl -O https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && "
+    "tar -xf aws-efa-installer-latest.tar.gz && (cd aws-efa-installer && ./efa_installer.sh -y)"
+)
 NVIDIA = 0x10DE
 """PCI vendor ID."""
 
@@ -76,7 +82,7 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def _no_device(facts: Facts) -> Iterator[Finding]:
-    if not facts.has_rdma:
+    if not facts.has_rdma and not facts.efa_unbound:
         command = f"modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {shlex.quote(facts.net or 'eth0')}"
         yield Finding(
             "hint",
@@ -131,11 +137,21 @@ def _libfabric(facts: Facts) -> Iterator[Finding]:
 
 def _efa(facts: Facts) -> Iterator[Finding]:
     """Yield why EFA's NICs cannot be used, or that they can be, though `auto` does not choose them."""
+    if facts.efa_unbound:
+        what = f"{facts.efa_unbound} of its NICs have no kernel driver"
+        yield Finding("wrong", "EFA", what, "modprobe efa")
+    here = any(device.driver == "efa" for device in facts.devices)
+    if here and facts.efa_installed is False:
+        what = "its libfabric is not under /opt/amazon/efa, so aiote opens another one"
+        yield Finding("hint" if facts.efa else "wrong", "EFA", what, EFA_INSTALLER)
     if facts.efa_error:
-        yield Finding("wrong", "EFA", facts.efa_error, "fi_info -p efa -t FI_EP_RDM")
+        other = facts.efa_installed and facts.library and not facts.library.startswith("/opt/amazon/efa/")
+        mend = "unset AIOTE_LIBFABRIC" if other else "fi_info -p efa -t FI_EP_RDM"
+        yield Finding("wrong", "EFA", facts.efa_error, mend)
     elif facts.efa:
         names = ", ".join(facts.efa)
         what = f"{names} can be used with provider='efa'; auto does not choose it, because it {NEVER_RUN}"
+        what += "; two hosts need a security group that allows all traffic to and from itself, which is not visible here"
         yield Finding("hint", "EFA", what, "aiote prove efa")
 
 
@@ -244,7 +260,11 @@ def _gpu_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
-    if facts.huge_pages == 0 and any(not device.software for device in facts.devices):
+    if facts.kernel is not None and facts.kernel < FORKS and any(device.driver == "efa" for device in facts.devices):
+        release = ".".join(map(str, facts.kernel))
+        what = f"on Linux {release}, EFA's NICs do not take them while forks are safe; 5.13 and later need no such choice"
+        yield Finding("hint", "huge pages", what, "export FI_EFA_FORK_SAFE=0")
+    elif facts.huge_pages == 0 and any(not device.software for device in facts.devices):
         what = "none are reserved; buffers in huge pages need fewer translations in the NIC"
         yield Finding("hint", "huge pages", what, "sysctl -w vm.nr_hugepages=1024")
 

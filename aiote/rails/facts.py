@@ -18,7 +18,7 @@ from typing import Literal
 from aiote_native.verbs.symbols import load as load_libibverbs
 
 from ..errors import FabricError
-from .library import find_libfabric
+from .library import EFA_PATHS, find_libfabric
 from .ports import Port, read_ports
 from .stale_files import SHARED_MEMORY
 from .sysfs import read_topology
@@ -52,6 +52,7 @@ OF_THE_MACHINE = ("container", "device nodes", "kernel", "libraries", "locked me
 """Facts that a recorded tree does not contain."""
 
 IFF_UP = 1
+AMAZON, EFA_DEVICES = 0x1D0F, range(0xEFA0, 0xEFA4)
 CAP_IPC_LOCK = 1 << 14
 ALL_USERS = ["0", "0", "4294967295"]
 SOFTWARE_IWARP = "Software iWARP"
@@ -120,7 +121,8 @@ class Facts:
     `gpus` are the PCI vendor numbers of the GPUs, `cxi` counts Slingshot's NICs, `net` is a net device on which a
     software RDMA device can be created, `libraries` are the names of the user-space drivers, `library` is the libfabric
     that the user named. `libfabric_error` and `libibverbs_error` are empty if the library opens; `shm_bytes` is 0 if
-    there is no /dev/shm. `efa` are the EFA NICs that can be used, `efa_error` says why they cannot be used.
+    there is no /dev/shm. `efa` are the EFA NICs that can be used, `efa_error` says why they cannot be used,
+    `efa_unbound` counts those without a kernel driver, `efa_installed` tells whether EFA's own libfabric is there.
     """
 
     recorded: bool = False
@@ -141,6 +143,8 @@ class Facts:
     libraries: tuple[str, ...] | None = None
     efa: tuple[str, ...] = ()
     efa_error: str = ""
+    efa_unbound: int = 0
+    efa_installed: bool | None = None
 
     @property
     def has_rdma(self) -> bool:
@@ -164,6 +168,7 @@ def gather(root: str = SYSFS, library: str = "") -> Facts:
         net=_net_to_build_upon(topology),
         peermem=_peermem(tree),
         huge_pages=_huge_pages(tree),
+        efa_unbound=_efa_unbound(tree),
     )
     return facts if recorded else _with_machine(facts, library)
 
@@ -194,6 +199,7 @@ def _with_machine(facts: Facts, library: str) -> Facts:
         libfabric_error=_libfabric_error(library),
         libibverbs_error=_libibverbs_error(),
         libraries=_libraries(),
+        efa_installed=any(map(os.path.exists, EFA_PATHS)),
     )
 
 
@@ -295,6 +301,16 @@ def _huge_pages(tree: Tree) -> int | None:
     counts = [tree.number(f"{folder}/{name}/nr_hugepages", 1 << 40, -1) for name in tree.names(folder)]
     known = [count for count in counts if count >= 0]
     return sum(known) if known else None
+
+
+def _efa_unbound(tree: Tree) -> int:
+    folders = [f"bus/pci/devices/{address}" for address in tree.names("bus/pci/devices")]
+    return sum(
+        tree.hexadecimal(f"{folder}/vendor") == AMAZON
+        and tree.hexadecimal(f"{folder}/device") in EFA_DEVICES
+        and not tree.driver(folder)
+        for folder in folders
+    )
 
 
 def _kernel(release: str) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from aiote_native.libfabric import library as native
 
 from ..errors import FabricError, UsageError
 
-__all__ = ["OLDEST", "FoundLibrary", "find_libfabric", "library_summary", "load"]
+__all__ = ["EFA_PATHS", "OLDEST", "FoundLibrary", "find_libfabric", "library_summary", "load"]
 
 OLDEST = (1, 17)
 """The oldest version that this package is built for and tested with (Debian 12's)."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import sysfs_trees
 from aiote.cli.doctor import as_dict, lines
 from aiote.cli.trial import PROVIDERS, Trial, tried
+from aiote.rails.contract import NEVER_RUN
 from aiote.rails.diagnosis import Finding, examine
 from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from aiote.rails.libfabric import CXI_LACKS
@@ -72,7 +73,23 @@ def test_of_what_is_unknown_nothing_is_said():
     assert examine(Facts(devices=(RdmaDevice("mlx5_0", ports=(PortFacts("mlx5_0"),)),), gpus=(0x10DE,))) == []
 
 
+EFA = (device(name="rdmap79s0", driver="efa"),)
+INSTALL_EFA = (
+    "curl -O https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && "
+    "tar -xf aws-efa-installer-latest.tar.gz && (cd aws-efa-installer && ./efa_installer.sh -y)"
+)
+
 WRONG = {
+    "EFA's kernel driver": ({"efa_unbound": 2}, "EFA", "modprobe efa"),
+    "EFA's kernel driver, and no other device": ({"efa_unbound": 2, "devices": ()}, "EFA", "modprobe efa"),
+    "EFA's library": ({"devices": EFA, "efa_installed": False}, "EFA", INSTALL_EFA),
+    "EFA's library, and another one was named": (
+        {"efa_error": "old", "efa_installed": True, "library": "/usr/lib/libfabric.so.1"},
+        "EFA",
+        "unset AIOTE_LIBFABRIC",
+    ),
+    "EFA": ({"efa_error": "old", "efa_installed": True}, "EFA", "fi_info -p efa -t FI_EP_RDM"),
+    "locked memory, EFA": ({"devices": EFA, "memlock": Limit(65536, -1)}, "locked memory", "ulimit -l unlimited"),
     "libfabric": ({"libfabric_error": "none"}, "libfabric.so.1", 'pip install "aiote[libfabric]"'),
     "libfabric that was named": (
         {"libfabric_error": "none", "library": "/x"},
@@ -175,6 +192,12 @@ HINTS = {
     "locked memory": ({"memlock": Limit(GIB, -1)}, "locked memory", "ulimit -l unlimited"),
     "kernel, with peermem": ({"kernel": (5, 11)}, "kernel", "apt-get install linux-image-amd64 && reboot"),
     "smallish /dev/shm": ({"shm_bytes": GIB - 1}, "/dev/shm", "mount -o remount,size=4G /dev/shm"),
+    "EFA": ({"efa": ("rdmap79s0-rdm",)}, "EFA", "aiote prove efa"),
+    "huge pages, EFA": (
+        {"devices": EFA, "kernel": (5, 12), "gpus": (), "huge_pages": 0},
+        "huge pages",
+        "export FI_EFA_FORK_SAFE=0",
+    ),
     "huge pages": ({"huge_pages": 0}, "huge pages", "sysctl -w vm.nr_hugepages=1024"),
 }
 
@@ -210,6 +233,14 @@ def test_each_thing_that_could_be_better_is_hinted_at_with_what_mends_it(changes
 def test_facts_that_need_no_mending_are_no_findings(changes):
     about = {finding.about for finding in examine(facts(**changes))}
     assert about <= {"soft0", "RDMA"}
+
+
+def test_of_an_efa_that_can_be_used_the_security_group_is_named():
+    """And another libfabric than its own is a hint then, for it works."""
+    own, usable = examine(facts(devices=EFA, efa=("rdmap79s0-rdm",), efa_installed=False))
+    assert (own.level, own.mend) == ("hint", INSTALL_EFA)
+    assert "security group" in usable.what
+    assert NEVER_RUN in usable.what
 
 
 def test_an_old_kernel_and_a_missing_module_are_two_findings():

@@ -101,6 +101,18 @@ def machine(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def test_nics_of_efa_without_a_kernel_driver_are_counted(tmp_path):
+    """Every NIC of the p5 has its driver; three lose it."""
+    entries = sysfs_trees.entries("p5")
+    assert gather(sysfs_trees.build(tmp_path / "whole", entries)).efa_unbound == 0
+    drivers = [entry for entry in entries if entry.path.endswith("/driver") and entry.value.endswith("/efa")]
+    left = [entry for entry in entries if entry not in drivers[:3]]
+    known = gather(sysfs_trees.build(tmp_path / "unbound", left))
+    assert known.efa_unbound == 3
+    assert known.efa_installed is None, "a recorded tree does not tell"
+    assert ("EFA", "3 of its NICs have no kernel driver") in {(each.about, each.what) for each in examine(known)}
+
+
 def test_a_device_node_is_found_unloaded_missing_or_ok(machine):
     def nodes() -> list[tuple[str, str]]:
         return [(device.uverbs, device.node) for device in gather(module.SYSFS).devices]
