@@ -155,7 +155,7 @@ def missed(mechanism: Mechanism) -> str | None:
         build()
         status, said = run(mechanism.tests, mechanism.library)
         if status != 0 and mechanism.switch and run(mechanism.tests, mechanism.library, mechanism.switch)[0] != 0:
-            print(f"{mechanism.name}: its tests fail even where the stand-in does without {mechanism.switch!r}", flush=True)
+            print(f"{mechanism.name}: its tests fail without the strictness {mechanism.switch!r}, too", flush=True)
             return None
     finally:
         file.write_text(before)

@@ -151,7 +151,7 @@ def _efa(facts: Facts) -> Iterator[Finding]:
     elif facts.efa:
         names = ", ".join(facts.efa)
         what = f"{names} can be used with provider='efa'; auto does not choose it, because it {NEVER_RUN}"
-        what += "; two hosts need a security group that allows all traffic to and from itself, which is not visible here"
+        what += "; two hosts need a security group that allows all traffic to and from itself, which nobody sees here"
         yield Finding("hint", "EFA", what, "aiote prove efa")
 
 
@@ -262,7 +262,7 @@ def _gpu_memory(facts: Facts) -> Iterator[Finding]:
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
     if facts.kernel is not None and facts.kernel < FORKS and any(device.driver == "efa" for device in facts.devices):
         release = ".".join(map(str, facts.kernel))
-        what = f"on Linux {release}, EFA's NICs do not take them while forks are safe; 5.13 and later need no such choice"
+        what = f"on Linux {release}, EFA's NICs do not take them while forks are safe; 5.13 and later do"
         yield Finding("hint", "huge pages", what, "export FI_EFA_FORK_SAFE=0")
     elif facts.huge_pages == 0 and any(not device.software for device in facts.devices):
         what = "none are reserved; buffers in huge pages need fewer translations in the NIC"

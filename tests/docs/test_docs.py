@@ -236,6 +236,17 @@ def test_auto_takes_no_kind_that_the_page_on_hardware_says_was_never_run():
     assert f"`efa` and `cxi` were {NEVER_RUN.removeprefix('was ')}" in PROVIDERS
 
 
+def test_the_how_to_of_efa_has_the_figures_of_the_page_that_compares_all():
+    kinds = {"single write": "one write at a time,", "paged writes": "pages of"}
+    expected = []
+    for cell, published, ours, *_ in rows((ROOT / "docs" / "paper.md").read_text(), "Cell"):
+        kind, nics, size = cell.split(", ")
+        if "EFA" in nics:
+            expected.append([f"{kinds[kind]} {size[:-1]} {size[-1]}iB", published, ours])
+    assert expected
+    assert rows((ROOT / "docs" / "howto" / "efa.md").read_text(), "Gbit/s") == expected
+
+
 def test_the_table_of_errors_is_whole():
     named = {re.match(r"`(\w+)`", row[0])[1] for row in rows(TROUBLES, "Error")}
     raised = {name for name in aiote.__all__ if isinstance(getattr(aiote, name), type)}
