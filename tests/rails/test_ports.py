@@ -185,7 +185,8 @@ def test_without_a_library_auto_takes_sockets(monkeypatch):
 
 def test_auto_never_takes_what_was_never_run(monkeypatch):
     """Not even where nothing else is offered; named, it is opened, and a warning says so."""
-    provider, opened = "efa", []
+    provider = "efa"
+    opened: list[str] = []
     monkeypatch.setattr(selection, "load", lambda _path: SimpleNamespace(version=(2, 5), path="here"))
     monkeypatch.setattr(selection, "is_usable", lambda name, *_: name == provider)
     monkeypatch.setattr(selection, "_hardware", lambda _names: ())
