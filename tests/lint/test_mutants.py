@@ -38,12 +38,12 @@ def test_each_strictness_of_the_stand_in_for_efa_is_in_its_table_and_has_a_mutan
     lines = [line.strip("|") for line in page.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
     sources = "".join(path.read_text() for path in STANDIN.glob("*.[ch]"))
-    names = re.search(r"strictnesses\[STRICTNESSES\] = \{(.*?)\};", sources)[1]
+    names = re.search(r"strictnesses\[STRICTNESSES\] = \{(.*?)\};", sources, re.S)[1]
     switches = set(re.findall(r'"(\w+)"', names))
     assert switches
     assert {row[1].strip('"') for row in rows if row[1].startswith('"')} == switches
     assert {mechanism.switch for mechanism in mechanisms()} - {""} == switches
-    assert len(re.findall(r"\bSTRICT_\w+", re.search(r"enum strictness \{(.*?)\};", sources)[1])) == len(switches)
+    assert len(re.findall(r"\bSTRICT_\w+", re.search(r"enum strictness \{(.*?)\};", sources, re.S)[1])) == len(switches)
     for row in rows:
         assert len(row) == 3
         assert row[2]

@@ -17,7 +17,8 @@ from standin_efa import SOURCES, environment, libraries, spoken
 
 STORMS = 400 if LONG else 40
 CASES = ("cancelled:1", "cancelled:2", "revoked:2", "lost:1", "closed:2", "forgotten", "slow_receiver", "joins")
-MORE = ("revoked:1", "lost:2", "closed:1")
+CASES += ("failed", "gone:1", "granted_again")
+MORE = ("revoked:1", "lost:2", "closed:1", "gone:2")
 CHOSEN = (
     [(library, case) for library in libraries() for case in (*CASES, *MORE)]
     if LONG
@@ -34,7 +35,7 @@ def named(value: str) -> str:
 def run(wire: Path, library: str, program: str, *arguments: str, **behaviour: str) -> str:
     """Run a program of the stand-in's; return what it printed. Nothing of it is left on the network."""
     command = [sys.executable, "-X", "faulthandler", "-P", str(SOURCES / program), *arguments]
-    env = environment(wire, library, EFA_STANDIN_NICS="3", **behaviour)
+    env = environment(wire, library, EFA_STANDIN_NICS="4", **behaviour)
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(wire.iterdir())
@@ -56,6 +57,11 @@ def test_promises_hold_on_a_network_that_holds_packets_and_peers_that_are_slow(
     tmp_path: Path, library: str, case: str
 ) -> None:
     run(tmp_path, library, "adversity.py", case)
+
+
+def test_a_network_that_lets_no_packet_through_is_told(tmp_path: Path) -> None:
+    said = run(tmp_path, libraries()[-1], "adversity.py", "unreachable", EFA_STANDIN_SILENCE_MS="300")
+    assert "No route to host" in said
 
 
 def test_a_socket_carries_whom_the_nic_has_no_queue_pair_for(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ def test_pieces_of_messages_that_are_under_way_at_once_are_told_apart(tmp_path: 
     run(tmp_path, libraries()[0], "messages", EFA_STANDIN_MTU="1024")
 
 
+def test_memory_that_peers_may_only_write_is_not_read(tmp_path: Path) -> None:
+    assert run(tmp_path, libraries()[0], "unreadable").split()
+
+
 @pytest.mark.parametrize("behaviour", ["old", "unsolicited", "no-write"])
 def test_a_library_whose_efa_cannot_be_used_is_refused_by_name_and_auto_takes_another(
     tmp_path: Path, behaviour: str

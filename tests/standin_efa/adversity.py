@@ -6,6 +6,7 @@ A *canary* is what the caller writes to a target once an await has ended: a byte
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import gc
 import os
@@ -14,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
@@ -167,6 +168,95 @@ async def forgotten(_nics: int) -> None:
     print("dropped by closes, and counted again:", counted("discarded"))
 
 
+async def failed(_nics: int) -> None:
+    """Work fails by a code of the NIC. It is done again, and only a request for memory that is gone fails."""
+    async with pair(2, stripe_bytes=64, schedule="round-robin") as (left, right):
+        memory = bytearray(SIZE)
+        source, target = left.register(b"\1" * SIZE), left.attach(right.register(memory).descriptor)
+        links = [link for engine in (left, right) for link in engine._runtime.core.peers]
+        parts = [slice(at * 64, at * 64 + 64) for at in range(200)]
+        for code in ("not_ready_ends", "flushed"):
+            before, waiting = counted(code), counted("not_ready")
+            with faulty("dry", 20 if code == "not_ready_ends" else 20_000, 0):
+                transfers = [left.submit_write_imm(source[part], target[part], IMM) for part in parts]
+                if code == "flushed":
+                    await until(lambda waiting=waiting: counted("not_ready") > waiting)
+                    break_pairs(0)
+                await right.counter(IMM).wait(len(parts))
+                await asyncio.gather(*transfers)
+                assert counted(code) > before, code
+            await until(lambda: all(link.carries(number) for link in links for number in (0, 1)))
+            assert right.counter(IMM).value == 0
+            assert memory[: 64 * len(parts)] == b"\1" * 64 * len(parts)
+            memory[:] = bytes(SIZE)
+        region = right.register(bytearray(64))
+        stale = left.attach(region.descriptor)
+        await region.aclose()
+        refused = left.submit_write(source[:64], stale)
+        await asyncio.gather(refused, return_exceptions=True)
+        error = refused.exception()
+        assert isinstance(error, aiote.TransferError), repr(error)
+        assert isinstance(error.cause, aiote.FabricError), repr(error.cause)
+        assert (error.cause.errno, counted("bad_key")) == (errno.EINVAL, 1)
+        await until(lambda: all(link.carries(number) for link in links for number in (0, 1)))
+        await left.write(source, target)
+        assert memory == b"\1" * SIZE
+
+
+async def gone(nics: int) -> None:
+    """The peer's pairs are gone, and the NIC hears of it before the control connection is read."""
+    async with pair(nics) as (left, right):
+        source, target = left.register(bytes(SIZE)), left.attach(right.register(bytearray(SIZE)).descriptor)
+        fault("hold", REQUESTS)
+        transfers = [left.submit_write(source[:64], target[:64]) for _ in range(20)]
+        await until(lambda: still_open("packets") == len(transfers))
+        right.abort()
+        fault("hold", 0)
+        while counted("gone") < len(transfers):
+            time.sleep(0.001)
+        await asyncio.gather(*transfers, return_exceptions=True)
+        assert all(isinstance(transfer.exception(), aiote.AioteError) for transfer in transfers)
+        await until(lambda: not left.peers)
+
+
+async def unreachable(nics: int) -> None:
+    """No packet comes through, as where no security group allows it: the error says so, and later all is well."""
+    async with AsyncExitStack() as stack:
+        left, right = [
+            await stack.enter_async_context(aiote.open_engine(provider="efa", rails=list(NICS[:nics]), **SOON))
+            for _ in range(2)
+        ]
+        with faulty("lose", 1000):
+            try:
+                await left.connect(right.address)
+            except aiote.PeerError as error:
+                print(error)
+            else:
+                raise AssertionError("it connected")
+        assert counted("unreachable")
+        await left.connect(right.address)
+        await left.write_imm(None, right.address, IMM)
+        await right.counter(IMM).wait(1)
+
+
+async def granted_again(_nics: int) -> None:
+    """The memory of a revoked lease is leased again at once, with the same key, while a write is on its way."""
+    async with pair() as (left, right):
+        memory = bytearray(SIZE)
+        region = right.register(memory)
+        lease = region.lease(slice(0, SIZE), left.address)
+        source, target = left.register(b"\1" * SIZE), left.attach(lease.descriptor)
+        fault("hold", REQUESTS)
+        transfer = left.submit_write(source, target)
+        await until(lambda: still_open("packets") == SIZE // PACKET)
+        await lease.revoke()
+        memory[:] = bytes([CANARY]) * SIZE
+        async with region.lease(slice(0, SIZE), left.address):
+            await released(memory)
+        await asyncio.gather(transfer, return_exceptions=True)
+        assert isinstance(transfer.exception(), aiote.AioteError)
+
+
 async def slow_receiver(_nics: int) -> None:
     """A loop that stands still: nothing is lost, no queue overflows, and memory stays what it is."""
     count = 1_000_000 if LONG else 10_000
@@ -248,7 +338,8 @@ async def crowded(_nics: int) -> None:
     print("peers:", peers, "by a socket:", len(told))
 
 
-CASES = {case.__name__: case for case in (cancelled, revoked, lost, closed, forgotten, slow_receiver, joins, crowded)}
+CASES = {case.__name__: case for case in (cancelled, revoked, lost, closed, forgotten, failed, gone, unreachable)}
+CASES |= {case.__name__: case for case in (granted_again, slow_receiver, joins, crowded)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)

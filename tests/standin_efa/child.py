@@ -47,6 +47,19 @@ async def messages() -> None:
             assert sorted([bytes((await right.recv()).data) for _ in sent]) == sent
 
 
+async def unreadable() -> None:
+    """The NIC lets peers read whatever is registered; the engine does not read what may only be written."""
+    async with aiote.open_engine(provider="efa") as left, aiote.open_engine(provider="efa") as right:
+        back = bytearray(1000)
+        remote = left.attach(right.register(bytearray(b"\1" * 1000), access="write").descriptor)
+        await left.connect(right.address)
+        try:
+            await left.read(remote, left.register(back))
+        except aiote.AioteError as error:
+            print(type(error).__name__)
+        assert back == bytes(1000)
+
+
 async def refused() -> None:
     """What a machine says whose EFA cannot be used; `auto` takes another."""
     try:
@@ -98,5 +111,5 @@ async def proven() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)
-    cases = (transfers, messages, refused, crowded, without_fallback, proven)
+    cases = (transfers, messages, unreadable, refused, crowded, without_fallback, proven)
     asyncio.run({case.__name__: case for case in cases}[sys.argv[1]]())

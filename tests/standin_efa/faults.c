@@ -22,7 +22,8 @@ bool strikes(struct device *device, enum fault fault) {
 
 enum damage damage;
 static int lenient = -1;
-static const char *const strictnesses[STRICTNESSES] = {"order", "receives", "overflow", "discard", "writes"};
+static const char *const strictnesses[STRICTNESSES] = {"order", "receives", "overflow", "discard", "writes",
+                                                      "wait", "qkey", "reuse"};
 
 bool strict(enum strictness which) { return (int)which != lenient; }
 

@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/random.h>
@@ -25,7 +26,8 @@ static bool take_number(struct endpoint *self) {
 
 int endpoint_enable(struct endpoint *self) {
     struct device *device = self->device;
-    long most = setting("EFA_STANDIN_QPS", 256);
+    static atomic_uint made; /* of this process */
+    long most = setting("EFA_STANDIN_QPS", 256), first = strict(STRICT_REUSE) ? 1 : 1 + made++;
     const char *folder = getenv("EFA_STANDIN_WIRE");
     int lock = open(folder ? folder : "/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     bool bound = false;
@@ -35,7 +37,10 @@ int endpoint_enable(struct endpoint *self) {
     memcpy(self->name.gid, device->gid, sizeof(device->gid));
     if (getrandom(&self->name.qkey, sizeof(self->name.qkey), 0) < 0) abort();
     /* The lowest number that is free, so that it is used again at once; all processes of the host have the NIC's. */
-    for (self->name.qpn = 1; self->name.qpn <= most && !(bound = take_number(self)); self->name.qpn++) continue;
+    for (long number = first; number < first + most && !bound; number++) {
+        self->name.qpn = number;
+        bound = take_number(self);
+    }
     close(lock);
     if (!bound) {
         close(self->socket);

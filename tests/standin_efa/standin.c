@@ -3,6 +3,7 @@
 #include "standin.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -163,6 +164,7 @@ static struct fi_ops memory_ops = {.size = sizeof(struct fi_ops), .close = close
 static int open_memory(struct fid *fid, const void *buffer, size_t length, uint64_t access, uint64_t offset, uint64_t key,
                        uint64_t flags, struct fid_mr **mr, void *context) {
     struct device *device = OF(struct device, domain.fid, fid);
+    static atomic_ullong made; /* of this process */
     struct memory *self = spare(sizeof(*self)), *other;
     (void)offset, (void)flags;
     *self = (struct memory){.device = device, .address = (uintptr_t)buffer, .length = length, .access = access};
@@ -171,7 +173,7 @@ static int open_memory(struct fid *fid, const void *buffer, size_t length, uint6
     self->mr.fid = (struct fid){.fclass = FI_CLASS_MR, .context = context, .ops = &memory_ops};
     pthread_mutex_lock(&device->lock);
     /* The lowest of this NIC's that is free: used again at once. */
-    for (key = 1 + 1000 * (uint64_t)device->nic, other = device->memories; other != NULL;)
+    for (key = 1 + 1000 * (uint64_t)device->nic + (strict(STRICT_REUSE) ? 0 : 1000000 * ++made), other = device->memories; other != NULL;)
         if (other->mr.key == key) {
             key++;
             other = device->memories;

@@ -57,6 +57,7 @@ struct landing { /* what comes in pieces from one peer's operation */
     struct landing *next;
     struct packet head;
     uint64_t done;
+    int64_t since; /* when it began to wait for a receive, in ms */
     uint8_t *message;
     bool whole, waited;
 };
@@ -97,7 +98,7 @@ struct endpoint {
     struct vector *vector;
     struct address name;
     int socket;
-    bool enabled, broken; /* broken: in the state of errors, all work ends flushed */
+    bool enabled, broken, heard; /* broken: in the state of errors, all work ends flushed; heard: a packet came from its peer */
     struct op *ops;
     size_t posted;
     uint64_t numbers;
@@ -130,8 +131,9 @@ struct device {
 };
 
 /* faults.c: what a test asks for, of one NIC (-1: of all) in this process, and what was counted. */
-enum fault { HOLD, STOP, LOSE, DUPLICATE, HIDE, FAULTS };
-enum counted { DUPLICATED, HELD, LOST, ORPHANED, DISCARDED, OVERFLOWN, NOT_READY_YET, SILENT, COUNTED };
+enum fault { HOLD, STOP, LOSE, DUPLICATE, HIDE, DRY, FAULTS };
+enum counted { DUPLICATED, HELD, LOST, ORPHANED, DISCARDED, OVERFLOWN, NOT_READY_YET, SILENT,
+               FLUSHED_ENDS, BAD_KEY_ENDS, GONE_ENDS, NOT_READY_ENDS, UNREACHABLE_ENDS, COUNTED };
 enum { NICS = 8 };
 enum damage { WHOLE, SHORT, TWICE, EARLY };
 extern enum damage damage; /* of this process from its start on */
@@ -139,7 +141,8 @@ long fault_of(const struct device *device, enum fault fault);
 bool strikes(struct device *device, enum fault fault); /* of 1000 packets so many */
 /* What makes it as strict as the device, or stricter. EFA_STANDIN_LENIENT names one that this process does without, so
  * that it shows which fault of aiote's only that one finds. */
-enum strictness { STRICT_ORDER, STRICT_RECEIVES, STRICT_OVERFLOW, STRICT_DISCARD, STRICT_WRITES, STRICTNESSES };
+enum strictness { STRICT_ORDER, STRICT_RECEIVES, STRICT_OVERFLOW, STRICT_DISCARD, STRICT_WRITES, STRICT_WAIT, STRICT_QKEY,
+                  STRICT_REUSE, STRICTNESSES };
 bool strict(enum strictness which);
 void count(enum counted what);
 void devices_add(struct device *device);

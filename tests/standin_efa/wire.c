@@ -17,7 +17,8 @@
 #include <unistd.h>
 
 /* prov_errno as EFA's NIC has them, and the errno that libfabric makes of each (prov/efa/src/efa_errno.h, 2.x). */
-enum { BAD_KEY = 7, GONE = 9, NOT_READY = 10, BAD_LENGTH = 11, UNRESPONSIVE = 13, UNKNOWN_PEER = 14 };
+enum { BAD_KEY = 7, GONE = 9, NOT_READY = 10, BAD_LENGTH = 11, UNRESPONSIVE = 13, UNKNOWN_PEER = 14,
+       UNREACHABLE = 15 };
 enum { LATE_MS = 50 };
 
 static int errno_of(int status) {
@@ -28,7 +29,19 @@ static int errno_of(int status) {
     case NOT_READY: return FI_ENORX;
     case BAD_LENGTH: return FI_EMSGSIZE;
     case UNRESPONSIVE: return FI_ECONNABORTED;
+    case UNREACHABLE: return FI_EHOSTUNREACH;
     default: return FI_EIO;
+    }
+}
+
+static void count_end(int status) {
+    switch (status) {
+    case FLUSHED: count(FLUSHED_ENDS); break;
+    case BAD_KEY: count(BAD_KEY_ENDS); break;
+    case GONE: count(GONE_ENDS); break;
+    case NOT_READY: count(NOT_READY_ENDS); break;
+    case UNREACHABLE: count(UNREACHABLE_ENDS); break;
+    default: break;
     }
 }
 
@@ -76,7 +89,7 @@ void complete(struct endpoint *self, const struct fi_cq_err_entry *what) {
 
 void announce_queue(struct queue *queue) {
     uint64_t one = 1;
-    if (!queue->armed || queue->count == 0) return;
+    if (queue->count == 0 || (!queue->armed && strict(STRICT_WAIT))) return;
     queue->armed = false;
     if (write(queue->event, &one, sizeof(one)) < 0) abort();
 }
@@ -112,6 +125,7 @@ void end_op(struct endpoint *self, struct op **at, int status) {
                                    .err = status ? errno_of(status) : 0, .prov_errno = status};
     *at = op->next;
     self->posted--;
+    count_end(status);
     if (status || op->flags & FI_COMPLETION) complete(self, &what);
     free(op);
 }
@@ -152,8 +166,9 @@ static bool deliver(struct endpoint *self, struct landing *landing) {
         complete(self, &what);
         return true;
     }
-    if (self->count == 0) {
+    if (self->count == 0 || fault_of(self->device, DRY)) {
         if (!landing->waited) count(NOT_READY_YET);
+        if (!landing->waited) landing->since = now_ms();
         landing->waited = true;
         return false;
     }
@@ -189,6 +204,27 @@ void serve_waiting(struct endpoint *self) {
         } else
             at = &landing->next;
     }
+}
+
+/* Of a dry NIC, whose retries have an end: what waited for so long without a receive fails at its sender. */
+static bool end_dry(struct device *device) {
+    long limit = fault_of(device, DRY);
+    bool waits = false;
+    for (struct endpoint *self = device->endpoints; self != NULL; self = self->next) {
+        if (!limit) serve_waiting(self);
+        for (struct landing **at = &self->landings, *landing; limit && (landing = *at) != NULL;) {
+            waits |= landing->waited;
+            if (!landing->waited || now_ms() - landing->since < limit) {
+                at = &landing->next;
+                continue;
+            }
+            answer(self, &landing->head, NOT_READY);
+            *at = landing->next;
+            free(landing->message);
+            free(landing);
+        }
+    }
+    return waits;
 }
 
 static struct landing *find_landing(struct endpoint *self, const struct packet *head) {
@@ -276,7 +312,8 @@ static void take_read(struct endpoint *self, const struct packet *head) {
 
 static void take_packet(struct endpoint *self, const struct packet *head, const uint8_t *payload) {
     struct op **at;
-    if (head->to.qkey != self->name.qkey || self->broken) return; /* an earlier pair of this number: not for this one */
+    if (self->broken || (head->to.qkey != self->name.qkey && strict(STRICT_QKEY))) return; /* for an earlier pair of this number */
+    self->heard = true;
     if (head->kind == ALIVE) {
         at = find_op(self, head->op);
         if (*at != NULL) (*at)->heard = now_ms();
@@ -372,7 +409,7 @@ static bool end_unanswered(struct device *device) {
             waits = true;
             if (now - op->heard >= limit) {
                 count(SILENT);
-                end_op(self, at, UNRESPONSIVE);
+                end_op(self, at, self->heard ? UNRESPONSIVE : UNREACHABLE);
                 continue;
             }
             if (now - op->heard >= limit / 4 && now - op->probed >= limit / 8) {
@@ -412,6 +449,7 @@ static void *run(void *arg) {
         for (struct endpoint *self = device->endpoints; self != NULL; self = self->next) take_all(self);
         outstanding = place_late(device);
         outstanding |= end_unanswered(device);
+        outstanding |= end_dry(device);
         waits = send_all(device);
     }
     pthread_mutex_unlock(&device->lock);

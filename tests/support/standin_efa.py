@@ -21,8 +21,9 @@ from compiled import kept
 SOURCES = Path(__file__).parents[1] / "standin_efa"
 EVERY = -1
 """Every NIC of this process."""
-FAULTS = ("hold", "stop", "lose", "duplicate", "hide")
+FAULTS = ("hold", "stop", "lose", "duplicate", "hide", "dry")
 COUNTED = ("duplicated", "held", "lost", "orphaned", "discarded", "overflown", "not_ready", "silent")
+COUNTED += ("flushed", "bad_key", "gone", "not_ready_ends", "unreachable")
 OPEN = ("endpoints", "registrations", "addresses", "packets", "work", "unread")
 WRITES = 1 << 0
 REQUESTS = 1 << 0 | 1 << 1 | 1 << 2  # writes, messages, reads
@@ -70,7 +71,8 @@ def _loaded() -> Any:
 
 def fault(what: str, value: int, nic: int = EVERY) -> None:
     """Set a fault of a NIC of this process: `hold` the kinds of packets in a mask, `stop` the NIC, `lose` or
-    `duplicate` so many of 1000 packets, `hide` what immediates have come.
+    `duplicate` so many of 1000 packets, `hide` what immediates have come, be `dry`: take no receive, and end what
+    waits for one after so many ms.
     """
     _loaded().efa_standin_fault(nic, FAULTS.index(what), value)
 
