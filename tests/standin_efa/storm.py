@@ -24,7 +24,7 @@ PAGE = 512
 IMM = 7
 MESSAGES = 20
 HANGS_S = 120
-NICS = ("standin0-rdm", "standin1-rdm", "standin2-rdm")
+NICS = ("standin0-rdm", "standin1-rdm", "standin2-rdm", "standin3-rdm")
 SETTINGS = {"heartbeat_interval": 0.5, "heartbeat_timeout": 20.0, "spin_us": 0}
 
 
@@ -39,7 +39,7 @@ class Storm:
         self.lost: list[str] = []
 
     async def open(self) -> None:
-        self.nics = nics = list(NICS[: self.draw.choice([2, 2, 3])])
+        self.nics = nics = list(NICS[: self.draw.choice([2, 2, 3, 4])])
         settings = SETTINGS | {
             "message_pool": self.draw.choice([2, 4, 16]),
             "stripe_bytes": self.draw.choice([1000, 65536]),
