@@ -10,6 +10,9 @@ has as many rounds as take `--seconds`, 3 at least; `--rounds` says how many ins
 
 The table: microseconds of a round (dispatch and combine), its middle, its 99th percentile and the middle of each
 round's slowest rank; CPU milliseconds of all ranks; how many times as long as aiote, by slowest ranks.
+
+The load is printed and recorded before and after. A run that begins at a load above `QUIET` is marked busy: its times
+say how the cores were shared, and enter no table. The load after it is mostly the benchmark's own.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ WORKERS = ROOT / "bench" / "peers"
 ROUTINGS = ("uniform", "zipf", "one")
 LIMIT_S = 120.0
 MOST_ROUNDS = 300
+QUIET = 0.5
 
 
 class Way(NamedTuple):
@@ -262,6 +266,17 @@ def summary(records: list[dict[str, Any]]) -> None:
         print(f"EP {key[0]}, {key[1]:4d} tokens, {key[2]:8s}", text.ljust(24), f"{share:6.0%}")
 
 
+def load_before() -> dict[str, Any]:
+    """Return the load now, and whether a run that begins now is a busy one."""
+    load = os.getloadavg()
+    return {"load": load, "busy": load[0] > QUIET}
+
+
+def load_text(about: dict[str, Any]) -> str:
+    """Say the load before a run, and whether the run is a busy one."""
+    return f"load {about['load'][0]:.2f}" + (", BUSY: no time of this run enters a table," if about["busy"] else "")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure dispatch and combine in aiote and by collectives.")
     parser.add_argument("--ep", default="2,4,8", help="numbers of ranks")
@@ -300,8 +315,8 @@ def main() -> int:
         enter_namespace()
     except NamespaceError as error:
         print(f"TCP is under {congestion_control()}: {error}", file=sys.stderr)
-    about = {"machine": machine(), "congestion": congestion_control(), "load": os.getloadavg()}
-    print(f"load {about['load'][0]:.2f} before the run, {about['machine']['cores']} cores")
+    about = {"machine": machine(), "congestion": congestion_control(), **load_before()}
+    print(f"{load_text(about)} before the run, {about['machine']['cores']} cores")
     records: list[dict[str, Any]] = []
     for ranks in arguments.ep:
         bench = Bench(ways, ranks, python, arguments)
@@ -310,11 +325,13 @@ def main() -> int:
                 found = bench.case(tokens, routing)
                 show(found)
                 records += found
+                about["load_after"] = os.getloadavg()
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
         finally:
             bench.close()
     summary(records)
+    print(f"load {os.getloadavg()[0]:.2f} after the run; {load_text(about)} before it")
     return 0
 
 

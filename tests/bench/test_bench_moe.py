@@ -118,6 +118,15 @@ def test_figures_are_of_rounds_and_of_each_rounds_slowest_rank(tool, capsys):
     assert "4.00 gloo-alltoall" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("load", "busy"), [(0.5, False), (0.51, True), (6.0, True)])
+def test_a_run_on_a_busy_machine_is_marked(tool, monkeypatch, load, busy):
+    monkeypatch.setattr(tool.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    about = tool.load_before()
+    assert about == {"load": (load, 0.0, 0.0), "busy": busy}
+    assert ("BUSY" in tool.load_text(about)) is busy
+    assert tool.load_text(about).startswith(f"load {load:.2f}")
+
+
 @pytest.mark.blocking_allowed("the processes are the program's")
 @pytest.mark.parametrize(
     ("arguments", "why"),
