@@ -101,6 +101,17 @@ class Joining:
         while self._reserved:
             self._reserved.popitem()[1].close()
 
+    def tell_full(self, connection: Connection, offer: EngineOffer) -> None:
+        """Emit an event for each NIC, ours or the peer's, that has no endpoint left: a slower rail serves the peer."""
+        for number in self.full:
+            rail = self._runtime.rail_name(number)
+            reason = "the NIC has no endpoint left for it (aiote doctor names the limit)"
+            self._runtime.events.emit("rail.full", peer=connection.name, rail=rail, reason=reason)
+        for theirs in offer.rails:
+            if theirs.wire == FULL:
+                reason = "the peer's NIC has no endpoint left for this engine"
+                self._runtime.events.emit("rail.full", peer=connection.name, rail=theirs.name, reason=reason)
+
     def offer(self, mine: int, remote: int) -> None:
         """Open a channel of two rails and tell the peer."""
         pending = self._runtime.rail_set.open_channel(mine, remote, self._reserved.pop(mine, None))

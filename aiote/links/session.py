@@ -353,7 +353,7 @@ class Session:
         """Open our channels, describe them to the peer, and join each to the peer's; return the usable link."""
         runtime = self._runtime
         pairs = pair(runtime, connection, offer, self._role, self._joining.full)
-        self._tell_full(connection, offer)
+        self._joining.tell_full(connection, offer)
         # From here on `revoke` must send each revocation.
         self._void_leases_sent = True
         for low, high in self._host.void_leases(connection.key):
@@ -390,17 +390,6 @@ class Session:
         if self._role is Role.INITIATOR:
             await self._probe(connection, link, len(pairs))
         return link
-
-    def _tell_full(self, connection: Connection, offer: EngineOffer) -> None:
-        """Emit an event for each NIC, ours or the peer's, that has no endpoint left: a slower rail serves the peer."""
-        for number in self._joining.full:
-            rail = self._runtime.rail_name(number)
-            reason = "the NIC has no endpoint left for it (aiote doctor names the limit)"
-            self._runtime.events.emit("rail.full", peer=connection.name, rail=rail, reason=reason)
-        for theirs in offer.rails:
-            if theirs.wire == FULL:
-                reason = "the peer's NIC has no endpoint left for this engine"
-                self._runtime.events.emit("rail.full", peer=connection.name, rail=theirs.name, reason=reason)
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
         """Make a lease void for the peer: send a Revoke, and return when no request of the peer through the lease is in
