@@ -51,6 +51,8 @@ from .control_frames import (
     Revoked,
     Seal,
     SessionMessage,
+    ShareRefused,
+    ShareRequest,
     Welcome,
     decode,
     encode,
@@ -62,6 +64,7 @@ from .handshake import DEFAULT_NONCE, Acceptor, Established, HandshakeConfig, In
 __all__ = [
     "HANDSHAKE",
     "SESSION",
+    "SINCE",
     "Authenticated",
     "ControlError",
     "ControlProtocol",
@@ -138,6 +141,8 @@ SESSION: Mapping[State, Mapping[type[Message], State]] = {
         Arrivals: State.READY,
         Joined: State.READY,
         MailboxMoved: State.READY,
+        ShareRequest: State.READY,
+        ShareRefused: State.READY,
         Revoke: State.READY,
         Revoked: State.READY,
         Heartbeat: State.READY,
@@ -147,6 +152,9 @@ SESSION: Mapping[State, Mapping[type[Message], State]] = {
     State.ENDED: {},
 }
 """The messages that may follow after authentication, in either direction, and the state that follows."""
+
+SINCE: Mapping[type[Message], int] = {ShareRequest: 6, ShareRefused: 6}
+"""The version of the protocol that brought a message, where `OLDEST` does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +215,7 @@ class ControlProtocol:
         self._seal_in: Seal | None = None
         self._seal_out: Seal | None = None
         self._local_state = State.GREETED
+        self._version = 0
         self._handshake: Initiator | Acceptor | None
         if role is Role.INITIATOR:
             initiator = self._handshake = Initiator(config, target, nonce)
@@ -250,6 +259,8 @@ class ControlProtocol:
         if self._seal_out is None:
             raise UsageError(f"{type(message).__name__} before both sides are authenticated; wait for Authenticated")
         following = SESSION[self._local_state].get(type(message))
+        if self._version < SINCE.get(type(message), 0):
+            raise UsageError(f"{type(message).__name__} to a peer that speaks version {self._version} of the protocol")
         if following is None:
             raise UsageError(f"{type(message).__name__} out of order: {self._local_state.value} comes next")
         self._queue(message)
@@ -316,6 +327,8 @@ class ControlProtocol:
         table = HANDSHAKE[self.role, self._state] if self._seal_in is None else SESSION[self._state]
         if kind not in table:
             raise ControlError(f"{kind.__name__} out of order: the connection is waiting for {self._state.value}")
+        if self._version < SINCE.get(kind, 0):
+            raise ControlError(f"{kind.__name__} from a peer that speaks version {self._version} of the protocol")
         message = decode(body)
         self._state = table[kind]
         match message, self._handshake:
@@ -352,6 +365,7 @@ class ControlProtocol:
     def _open(self, session: Established) -> Authenticated:
         """Seal everything from here on, and drop the cluster key."""
         self._handshake = None
+        self._version = session.version
         self._seal_out = Seal(session.key, self.role.value)
         self._seal_in = Seal(session.key, 1 - self.role.value)
         return Authenticated(session.identity, session.incarnation, session.version)

@@ -80,6 +80,9 @@ __all__ = [
     "Revoked",
     "Seal",
     "SessionMessage",
+    "ShareMessage",
+    "ShareRefused",
+    "ShareRequest",
     "Welcome",
     "decode",
     "encode",
@@ -113,9 +116,6 @@ class ControlError(AioteError):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.events: tuple[Any, ...] = ()
-
-
-# Before authentication.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +164,6 @@ class Refused:
 
     code: Annotated[int, U16]
     text: Annotated[str, Sentence(512)]
-
-
-# After authentication.
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +323,23 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareRequest:
+    """Asks for the descriptor of the receiver's shared memory `memory`, to be handed over at a socket's address."""
+
+    request: Annotated[int, U32]
+    memory: Annotated[int, U64]
+    address: Annotated[bytes, Blob(128)]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRefused:
+    """The sender hands over no descriptor for that request, for this reason."""
+
+    request: Annotated[int, U32]
+    reason: Annotated[str, Sentence(512)]
+
+
+@dataclass(frozen=True, slots=True)
 class Bye:
     """The sender's last message, at an orderly close."""
 
@@ -341,7 +355,10 @@ class Failed:
 
 
 ChannelMessage: TypeAlias = Channel | AckCounts | RailDown | Arrivals | Joined | MailboxMoved
-SessionMessage: TypeAlias = ChannelMessage | EngineOffer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
+ShareMessage: TypeAlias = ShareRequest | ShareRefused
+SessionMessage: TypeAlias = (
+    ChannelMessage | ShareMessage | EngineOffer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
+)
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
 
 _TYPES: dict[int, type[Message]] = {
@@ -364,6 +381,8 @@ _TYPES: dict[int, type[Message]] = {
     28: Arrivals,
     29: Joined,
     30: MailboxMoved,
+    31: ShareRequest,
+    32: ShareRefused,
 }
 _RECORDS = {kind: Record(kind) for kind in _TYPES.values()}
 _NUMBERS = {kind: number for number, kind in _TYPES.items()}

@@ -23,12 +23,14 @@ from ..errors import UsageError
 from .address import ANYONE, IDENTITY_BYTES, Address
 from .fields import U64, Converted, Cursor, FieldError, Fixed, Flag, Many, Record, unwrap, wrap
 
-__all__ = ["MAX_RAILS", "RailKey", "RegionDescriptor"]
+__all__ = ["MAX_RAILS", "RailKey", "RegionDescriptor", "SharedDescriptor"]
 
 MAX_RAILS = 16
 
 _MAGIC = b"aioR"
 _VERSION = 3
+_SHARED_MAGIC = b"aioS"
+_SHARED_VERSION = 1
 _END = 1 << 64
 
 
@@ -113,4 +115,32 @@ class RegionDescriptor:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SharedDescriptor:
+    """The portable description of shared memory: its owner, the random number of the memory, and its bytes."""
+
+    owner: Annotated[Address, Converted(Address, _packed_address, _address_of, 400)]
+    memory: Annotated[int, U64]
+    nbytes: Annotated[int, U64]
+
+    def __post_init__(self) -> None:
+        if self.owner.is_anyone or self.nbytes == 0:
+            raise UsageError("SharedDescriptor: expected an owner with its identity, and at least one byte")
+
+    def __bytes__(self) -> bytes:
+        return wrap(_SHARED_MAGIC, _SHARED_VERSION, _SHARED_LAYOUT.pack(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> SharedDescriptor:
+        """Return the descriptor that `bytes(descriptor)` gave; raises UsageError for anything else."""
+        try:
+            cursor = Cursor(unwrap(_SHARED_MAGIC, _SHARED_VERSION, data))
+            descriptor = _SHARED_LAYOUT.unpack(cursor)
+            cursor.expect_end()
+        except FieldError as error:
+            raise UsageError(f"these bytes do not describe shared memory: {error}; use memory.descriptor") from error
+        return descriptor
+
+
 _LAYOUT = Record(RegionDescriptor)
+_SHARED_LAYOUT = Record(SharedDescriptor)

@@ -37,6 +37,7 @@ from .fields import U64, FieldError, Fixed
 
 __all__ = [
     "DEFAULT_NONCE",
+    "OLDEST",
     "VERSION",
     "Acceptor",
     "Established",
@@ -46,9 +47,12 @@ __all__ = [
     "make_refusal",
 ]
 
-VERSION = 5
-"""Since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames, since 4 each
-channel has a socket for the descriptors of the wake-up page and the ring, since 5 the counts in Arrivals have a sign.
+VERSION, OLDEST = 6, 5
+"""The newest and the oldest version that this side speaks.
+
+Since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames, since 4 each
+channel has a socket for the descriptors of the wake-up page and the ring, since 5 the counts in Arrivals have a sign,
+since 6 an engine may ask for shared memory (`control.SINCE`).
 """
 DEFAULT_NONCE: Callable[[int], bytes] = secrets.token_bytes
 
@@ -107,7 +111,7 @@ class HandshakeConfig:
     identity: bytes
     incarnation: int
     cluster_key: bytes | None = field(default=None, repr=False)
-    versions: tuple[int, int] = (VERSION, VERSION)
+    versions: tuple[int, int] = (OLDEST, VERSION)
 
     def __post_init__(self) -> None:
         for name, layout in (("identity", Fixed(IDENTITY_BYTES)), ("incarnation", U64)):

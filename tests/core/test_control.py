@@ -35,12 +35,14 @@ from aiote.core.control_frames import (
     Refused,
     Revoke,
     Revoked,
+    ShareRefused,
+    ShareRequest,
     Welcome,
     decode,
     encode,
     frame,
 )
-from aiote.core.handshake import VERSION, RefusalCode
+from aiote.core.handshake import OLDEST, VERSION, RefusalCode
 from aiote.errors import ClosedError, UsageError
 from control_peers import HANDSHAKE_KINDS, OFFER, SESSION_KINDS, TALK, Pair, address, at, config, split
 
@@ -233,7 +235,7 @@ def test_only_the_expected_message_is_taken_before_authentication(role: Role, st
 
 
 ANYTIME: set[type[Any]] = {Heartbeat, Bye, Failed}
-ABOUT_CHANNELS: set[type[Any]] = {AckCounts, RailDown, Arrivals, Joined, MailboxMoved}
+ABOUT_CHANNELS: set[type[Any]] = {AckCounts, RailDown, Arrivals, Joined, MailboxMoved, ShareRequest, ShareRefused}
 EXPECTED_AFTERWARDS: dict[State, set[type[Any]]] = {
     State.GREETED: ANYTIME | {EngineOffer},
     State.OFFERED: ANYTIME | {Channel, Revoke, Revoked, Mapped},
@@ -288,6 +290,19 @@ def test_handshake_messages_are_not_the_callers_to_send() -> None:
             both.left.send(SAMPLES[kind])
     with pytest.raises(UsageError, match="out of order"):
         both.left.send("EngineOffer")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("message", [ShareRequest(1, 2, b"socket"), ShareRefused(1, "no")])
+def test_a_message_that_the_version_lacks_is_neither_sent_nor_taken(message: Any) -> None:
+    both = Pair(config(1, versions=(OLDEST, OLDEST)), config(2)).shake()
+    for opening in WAY[State.READY]:
+        both.left.send(opening)
+    both.carry(both.left)
+    with pytest.raises(UsageError, match=f"version {OLDEST} of"):
+        both.left.send(message)
+    assert both.left.data_to_send() == b""
+    with pytest.raises(ControlError, match=f"version {OLDEST} of"):
+        both.right.receive(frame(encode(message), both.left._seal_out))
 
 
 def test_a_message_that_does_not_fit_changes_nothing() -> None:

@@ -32,6 +32,8 @@ from aiote.core.control_frames import (
     Ready,
     Refused,
     Seal,
+    ShareRefused,
+    ShareRequest,
     decode,
     encode,
     frame,
@@ -65,7 +67,7 @@ def test_a_truncated_or_longer_body_is_malformed(message: Any, data: st.DataObje
             decode(body[: data.draw(st.integers(1, len(body) - 1))])
 
 
-@given(st.one_of(st.sampled_from(range(34)), st.integers(0, 255)), st.binary(max_size=400))
+@given(st.one_of(st.sampled_from(range(36)), st.integers(0, 255)), st.binary(max_size=400))
 def test_any_body_is_a_message_or_a_control_error(number: int, payload: bytes) -> None:
     body = bytes((number,)) + payload
     try:
@@ -75,7 +77,7 @@ def test_any_body_is_a_message_or_a_control_error(number: int, payload: bytes) -
     assert encode(message) == body
 
 
-@pytest.mark.parametrize("number", [0, 6, 15, 31, 255])
+@pytest.mark.parametrize("number", [0, 6, 15, 33, 255])
 def test_an_unknown_type_is_named(number: int) -> None:
     with pytest.raises(ControlError, match=f"unknown message type {number}$"):
         decode(bytes((number,)) + b"payload")
@@ -102,6 +104,8 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     )
     assert encode(Joined(1, 2)).hex() == "1d" + "01" + "00000002"
     assert encode(MailboxMoved(1, 2)).hex() == "1e" + "01" + "00000002"
+    assert encode(ShareRequest(1, 2, b"ab")).hex() == "1f" + "00000001" + f"{2:016x}" + "00026162"
+    assert encode(ShareRefused(1, "r")).hex() == "20" + "00000001" + "000172"
     rail = "03" + "0001" + "70" + "0001" + "77" + "0001" + "6e" + f"{10:08x}"
     home = b"aioA".hex() + "01" + "001d" + "0001" + "68" + f"{4000:04x}" + "61" * 16 + f"{7:016x}"
     offer = EngineOffer(b"h" * 32, 5, 6, 7, (RailOffer(3, "p", "w", "n", 10),), Address("h", 4000, b"a" * 16, 7))

@@ -25,6 +25,8 @@ from aiote.core.control_frames import (
     Ready,
     Revoke,
     Revoked,
+    ShareRefused,
+    ShareRequest,
     encode,
     frame,
 )
@@ -36,7 +38,7 @@ LAST_MESSAGES = (Bye, Failed)
 # A last message comes rarely, so that the states before it are seen for a while.
 KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_MESSAGES] * 4 + [*LAST_MESSAGES])
 OPENING = (EngineOffer, Mapped, Ready)
-ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailboxMoved)
+ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailboxMoved, ShareRequest, ShareRefused)
 
 
 def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:

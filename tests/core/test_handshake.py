@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.control_frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
-from aiote.core.handshake import VERSION, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, make_refusal
+from aiote.core.handshake import (
+    OLDEST,
+    VERSION,
+    Acceptor,
+    Established,
+    HandshakeConfig,
+    Initiator,
+    RefusalCode,
+    make_refusal,
+)
 from aiote.errors import UsageError
 from control_peers import U64S, address, config, nonces
 
@@ -216,9 +225,18 @@ def test_the_highest_common_version_is_chosen(left: tuple[int, int], right: tupl
         assert code_of(refusal) == RefusalCode.VERSION
 
 
+def test_engines_of_the_versions_that_this_one_still_speaks_are_let_in() -> None:
+    for version in range(OLDEST, VERSION + 1):
+        only: dict[str, Any] = {"key": KEY, "versions": (version, version)}
+        initiator, acceptor = pair()[0], Acceptor(config(2, **only), nonces(2))
+        assert isinstance(initiator.receive_challenge(challenge_of(initiator, acceptor)), Proof)
+        initiator, acceptor = Initiator(config(1, **only), None, nonces(1)), pair()[1]
+        assert challenge_of(initiator, acceptor).version == version
+
+
 def test_a_version_that_was_not_offered_is_refused() -> None:
     initiator, acceptor = pair()
-    for version in (VERSION - 1, VERSION + 1):
+    for version in (OLDEST - 1, VERSION + 1):
         answer = initiator.receive_challenge(replace(challenge_of(initiator, acceptor), version=version))
         assert code_of(answer) == RefusalCode.VERSION
     backwards = replace(initiator.hello, version_min=2, version_max=1)

@@ -101,6 +101,8 @@ TALK: list[frames.SessionMessage] = [
     frames.Arrivals(0, 1, (frames.Arrived(7, -2),), 3, (frames.Range(5, 6),), (frames.MemoryKey(5),)),
     frames.Joined(0, 2),
     frames.MailboxMoved(1, 0),
+    frames.ShareRequest(1, 2, b"socket"),
+    frames.ShareRefused(1, "unknown"),
     frames.Heartbeat(),
     frames.Bye("done"),
 ]

@@ -15,7 +15,7 @@ from aiote.core import fields
 from aiote.core.address import Address
 from aiote.core.control import SESSION, Role, State
 from aiote.core.control_frames import encode, frame
-from aiote.core.descriptor import RailKey, RegionDescriptor
+from aiote.core.descriptor import RailKey, RegionDescriptor, SharedDescriptor
 from fuzz_discovery import discovery_seeds
 from fuzz_kvcache import kvcache_seeds
 from fuzz_service import service_seeds
@@ -124,6 +124,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "message": bodies,
             "stream": {name: b"\7" + frame(body) * 2 for name, body in bodies.items()},
             "descriptor": {"whole": bytes(whole), "slice": bytes(whole.slice(5, 9))},
+            "shared": {"whole": bytes(SharedDescriptor(HERE, 3, 4096))},
             "address": {f"text-{n}": place.encode() for n, place in enumerate(places)}
             | {f"bytes-{n}": bytes(Address.parse(place)) for n, place in enumerate(places)},
             "service": service_seeds(),

@@ -20,8 +20,8 @@ from aiote.core import control_frames as frames
 from aiote.core.address import Address
 from aiote.core.control import Authenticated, ControlError, ControlProtocol, Event, MessageReceived, Role, State
 from aiote.core.control_frames import Challenge, Hello, Proof, Seal, Welcome, decode, encode, frame
-from aiote.core.descriptor import RegionDescriptor
-from aiote.core.handshake import HandshakeConfig, _Proofs
+from aiote.core.descriptor import RegionDescriptor, SharedDescriptor
+from aiote.core.handshake import VERSION, HandshakeConfig, _Proofs
 from aiote.errors import ClosedError, UsageError
 from fuzz_discovery import DISCOVERY
 from fuzz_kvcache import KVCACHE
@@ -61,7 +61,7 @@ class Talk:
 
     def __init__(self, role: Role, keyed: bool) -> None:
         self.key = KEY if keyed else None
-        config = HandshakeConfig(TESTED.identity, TESTED.incarnation, self.key, (1, 3))
+        config = HandshakeConfig(TESTED.identity, TESTED.incarnation, self.key, (1, VERSION))
         target = HERE if role is Role.INITIATOR else None
         self.protocol = ControlProtocol(role, config, target=target, nonce=lambda count: b"t" * count)
         self.hello: Hello | None = None
@@ -130,9 +130,9 @@ class Talk:
         name = {"nonce": b"o" * 32, "identity": OTHER.identity, "incarnation": OTHER.incarnation}
         keyed = self.key is not None
         if self.tested_first:
-            return encode(Challenge(version=2, keyed=keyed, **name))
+            return encode(Challenge(version=VERSION, keyed=keyed, **name))
         whom = {"target_identity": TESTED.identity, "target_incarnation": TESTED.incarnation}
-        return encode(Hello(version_min=1, version_max=2, keyed=keyed, **name, **whom))
+        return encode(Hello(version_min=1, version_max=VERSION, keyed=keyed, **name, **whom))
 
     def introduce(self, body: bytes) -> None:
         """Remember the last Hello or Challenge that could be proven."""
@@ -257,6 +257,17 @@ def descriptor(data: bytes) -> None:
     assert RegionDescriptor.from_bytes(bytes(found.slice(found.length, found.length))).length == 0
 
 
+def shared(data: bytes) -> None:
+    """Read a descriptor of shared memory."""
+    try:
+        found = SharedDescriptor.from_bytes(data)
+    except UsageError:
+        return
+    assert bytes(found) == data
+    assert found.nbytes > 0
+    assert not found.owner.is_anyone
+
+
 def address(data: bytes) -> None:
     """Read an address, as bytes and as text."""
     found = []
@@ -275,7 +286,7 @@ def address(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = (
-    {function.__name__: function for function in (control, message, stream, descriptor, address)}
+    {function.__name__: function for function in (control, message, stream, descriptor, shared, address)}
     | DISCOVERY
     | KVCACHE
     | {"service": service}
