@@ -42,6 +42,7 @@ from .transfers import (
     Region,
     RemoteRegion,
     ScatterTarget,
+    SharedMemory,
     Transfer,
 )
 
@@ -89,6 +90,7 @@ __all__ = [
     "Region",
     "RemoteRegion",
     "ScatterTarget",
+    "SharedMemory",
     "Transfer",
     "TransferError",
     "UsageError",

@@ -118,7 +118,8 @@ class EngineConfig:
     split into pieces of at most this size, so that a cancelled one drains quickly (0: the provider's own limit).
     ring_bytes: bytes in flight between two processes of one host, each way, before the sender waits. max_transfers:
     unfinished transfers toward one peer; beyond that, awaited verbs wait for room and `submit_` forms raise QueueFull.
-    max_counters: immediates in use at once. schedule: which rail gets the next stripe or page: "earliest-finish" (the
+    max_counters: immediates in use at once. max_mapped_bytes: bytes of shared memory of one peer mapped here at once.
+    schedule: which rail gets the next stripe or page: "earliest-finish" (the
     rail expected to carry it first) or "round-robin". status_page: whether `aiote top` of the same user sees the
     engine. verbs: settings of rails that libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of
     libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when GPU memory is first registered. gpu_sharing: whether
@@ -148,6 +149,7 @@ class EngineConfig:
     max_transfers: int = _setting("max_transfers", 16384, int)
     max_counters: int = _setting("max_counters", 1 << 20, int)
     kept_receive_bytes: int = _setting("kept_receive_bytes", 1 << 30, int)
+    max_mapped_bytes: int = _setting("max_mapped_bytes", 16 << 30, int)
     schedule: Literal["earliest-finish", "round-robin"] = _setting("schedule", "earliest-finish")
     status_page: bool = _setting("status_page", True, _as_switch)
     verbs: VerbsConfig = field(default_factory=VerbsConfig)
@@ -219,6 +221,7 @@ class EngineConfig:
             "max_transfers": (1, 1 << 24),
             "max_counters": (1, 1 << 28),
             "kept_receive_bytes": (0, 1 << 40),
+            "max_mapped_bytes": (0, 1 << 46),
         }
         _check_integers(self, limits)
         if self.ring_bytes & (self.ring_bytes - 1):

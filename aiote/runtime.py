@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from .aio import Driver, current_loop, wake
 from .core.address import Address
+from .core.control import SINCE
+from .core.control_frames import ShareRequest
 from .errors import ClosedError, UsageError
 from .host import bind_host, host_identity
 from .observe import Events
@@ -139,6 +141,13 @@ class Runtime:
         for source_range, keys in self.sources.items():
             if key in keys:
                 source_range.allow(link)
+
+    def shares_memory(self, host_id: bytes, version: int) -> bool:
+        """Tell whether engines of that host that speak that version of the control protocol can share memory with this
+        one. Simulated engines never do.
+        """
+        simulated = any(rail.provider == "sim" for rail in self.rail_set.rails)
+        return version >= SINCE[ShareRequest] and host_id == self.host_id and not simulated
 
     def rail_name(self, rail: int) -> str:
         """Return the name of a rail by its index, or an empty string if there is none."""

@@ -7,7 +7,7 @@ from anyio.abc import ByteStream
 
 from .control_stream import ControlConnection, ControlListener, PendingConnection, dial
 from .driver import Driver
-from .handover import Handover, hand_over
+from .handover import Handover, close_aside, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall, in_thread
 from .waiting import Signal, finish, poll_until, run, run_within, sleep, wait_shielded, wake
@@ -24,6 +24,7 @@ __all__ = [
     "Signal",
     "ThreadCall",
     "Waiter",
+    "close_aside",
     "current_loop",
     "dial",
     "finish",

@@ -1,7 +1,8 @@
-"""Pass descriptors to peers on this host: the wake-up page, and the ring of a rail that has one.
+"""Pass descriptors to peers on this host: the wake-up page, the ring of a rail that has one, and shared memory.
 
 For each channel, each side opens a datagram socket and sends its address over the authenticated control connection.
-Each side then sends one datagram with the descriptors to the other. The socket accepts datagrams only from senders that
+Each side then sends one datagram with the descriptors to the other. A request for shared memory has such a socket, too
+(`aiote.links.sharing`). The socket accepts datagrams only from senders that
 know its secret (`guarded_socket`), so neither strangers nor other peers can fill its queue. The first datagram closes
 it.
 """
@@ -22,7 +23,7 @@ from ..errors import FabricError
 from ..rails import guarded_socket, parse_address
 from .loops import EventLoop, LoopTask
 
-__all__ = ["Handover", "hand_over"]
+__all__ = ["Handover", "close_aside", "hand_over"]
 
 MAX_BYTES = 128
 MAX_DESCRIPTORS = 8
@@ -63,7 +64,7 @@ def _is_memory(descriptor: int) -> bool:
     return True
 
 
-def _close_aside(descriptors: Sequence[int]) -> None:
+def close_aside(descriptors: Sequence[int]) -> None:
     """Close descriptors that a peer has sent, in a thread of its own.
 
     The peer chose them, so closing may take as long as the peer likes, as with a socket that lingers.
@@ -81,7 +82,7 @@ def _close_aside(descriptors: Sequence[int]) -> None:
 
 
 class Handover:
-    """The socket for one channel. The peer sends to `address`.
+    """The socket for one channel, or one request. The peer sends to `address`.
 
     `on_arrival` is called once: with the received descriptors, which it owns from then on, and the received data; or
     with the error that prevented their arrival.
@@ -121,14 +122,14 @@ class Handover:
                 descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
         if flags & socket.MSG_CTRUNC:
             # The kernel has installed the descriptors that fit, so close them.
-            _close_aside(list(descriptors))
+            close_aside(list(descriptors))
             raise OSError(
                 errno.EMFILE,
                 f"not all descriptors came: there were over {MAX_DESCRIPTORS}, or this process may "
                 "not open more (ulimit -n)",
             )
         if not all(map(_is_memory, descriptors)):
-            _close_aside(list(descriptors))
+            close_aside(list(descriptors))
             raise OSError(errno.EINVAL, "a descriptor is not shared memory")
         return list(descriptors), data[len(parse_address(self.address)[0]) :]
 

@@ -37,6 +37,7 @@ from ..transfers import (
     watch,
 )
 from .lifetime import Lifetime
+from .sharing import SharingVerbs
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(SharingVerbs):
     """A transfer engine. `open_engine` makes it; it belongs to the event loop that opened it.
 
     Another loop or thread may call only `statistics` and `listen_events`; all other methods, and those of the objects

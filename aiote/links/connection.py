@@ -65,7 +65,7 @@ class Connection:
         self.reason = ""
         self._kind: type[PeerError] = PeerLostError
         self.confirmed = True
-        self.connected = False
+        self.connected = self.shares_memory = False
         self.attempts = 0
         self.deadline = runtime.loop.time() + runtime.config.connect_timeout
         self.initiator = b""

@@ -19,6 +19,7 @@ from .connection import Connection, ServingSession
 from .granted_leases import GrantedLeases
 from .heartbeat_timer import HeartbeatTimer
 from .session import ALIVE, BUSY, Session, SessionOver
+from .sharing import Sharing
 
 if TYPE_CHECKING:
     from ..aio import Waiter
@@ -47,6 +48,7 @@ class ConnectionTable:
         self.heartbeats = HeartbeatTimer(runtime.loop, None if event is None else event.beat)
         self.inbox = Inbox(runtime.loop, runtime.core)
         self.leases = GrantedLeases(runtime, self._session_of)
+        self.sharing = Sharing(runtime, self.find_or_connect)
         self._listener = ControlListener(
             runtime.loop, config.ssl_server, self._on_connection, self._emit_refusal, config.connect_timeout
         )
@@ -303,6 +305,7 @@ class ConnectionTable:
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]
         self.inbox.remove(connection)
+        self.sharing.wake()
         if not self._ending:
             self._tidy_up()
         self._runtime.events.emit("peer.lost", peer=connection.name, reason=connection.reason)
@@ -371,3 +374,4 @@ class ConnectionTable:
                 link.close()
             core.reap()
         self.leases.abandon()
+        self.sharing.close()

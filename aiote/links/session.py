@@ -38,6 +38,8 @@ from ..core.control_frames import (
     Ready,
     Revoke,
     Revoked,
+    ShareRefused,
+    ShareRequest,
 )
 from ..core.failover import FailoverError
 from ..core.handshake import RefusalCode
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from ..transfers import Inbox
     from .connection import Connection
     from .heartbeat_timer import HeartbeatTimer
+    from .sharing import Sharing
 
 __all__ = ["ALIVE", "BUSY", "Session", "SessionOver"]
 
@@ -83,6 +86,7 @@ class SessionHost(Protocol):
 
     heartbeats: HeartbeatTimer
     inbox: Inbox
+    sharing: Sharing
 
     def void_leases(self, holder: tuple[bytes, int]) -> Iterable[tuple[int, int]]:
         """Return the ranges of our leases that are void for a holder."""
@@ -248,6 +252,9 @@ class Session:
                     self.connection.leases.revoke(low, high, lease, answer)
             case AckCounts() | RailDown() | Arrivals() | Channel() | Joined() | MailboxMoved():
                 self._on_channel_message(item)
+            case ShareRequest() | ShareRefused():
+                if self.connection is not None:
+                    self._host.sharing.receive(self.connection, item, self._control.send)
             case Revoked(lease):
                 self._revoking.discard(lease)
                 self._given_back.set()
@@ -304,6 +311,7 @@ class Session:
             self._control.send(Bye(str(over)))
             raise
         self.connection = connection
+        connection.shares_memory = self._runtime.shares_memory(offer.host_id, who.version)
         self.admitted = True
         connection.control = self._control
         link = await self._join_channels(connection, offer)

@@ -32,6 +32,7 @@ from aiote_native.requests import (
 )
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
+from aiote_native.sharedpages import SharedPages
 from aiote_native.sources import SourceRange
 from aiote_native.status import StatusError, error_text
 from aiote_native.stream_orders import Order
@@ -83,6 +84,7 @@ __all__ = [
     "RemoteSlice",
     "Request",
     "ScatterTargets",
+    "SharedPages",
     "SourceRange",
     "StatusError",
     "TargetRun",

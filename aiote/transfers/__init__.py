@@ -12,10 +12,11 @@ from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
 from .peer import Peer, one_engine
 from .prepared import PreparedPages, PreparedScatter
-from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion
+from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion, as_integer
 from .registrations import Registrations, SharedRegistration
 from .requests import Requests
 from .scatter import PeerGroup, ScatterTarget, group_room, make_group, submit_scatter
+from .shared import SharedMemory
 from .transfer import Launch, Transfer
 from .watch import Changes, watch
 
@@ -45,9 +46,11 @@ __all__ = [
     "RemoteRegion",
     "Requests",
     "ScatterTarget",
+    "SharedMemory",
     "SharedRegistration",
     "Transfer",
     "TransferOwner",
+    "as_integer",
     "barrier",
     "drain",
     "group_room",

@@ -62,6 +62,7 @@ class Destination(TransferOwner, Protocol):
     address: Address
     link: PeerLink | None
     connected: bool
+    shares_memory: bool
     peer: Peer
     loss_waiters: set[Counter]
 

@@ -42,6 +42,11 @@ class Peer:
         return self._connection.lost
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether it is connected and runs on this host, in the same container, so that the two can share memory."""
+        return self._connection.connected and self._connection.shares_memory
+
+    @property
     def reason(self) -> str:
         """Why it was lost; empty while it is not lost."""
         return self._connection.reason

@@ -57,6 +57,7 @@ def test_defaults_are_valid_and_frozen():
         ({"ring_bytes": 1 << 16}, "ring_bytes=65536: expected an integer from 131072 to 4194304"),
         ({"ring_bytes": 3 << 18}, "ring_bytes=786432: expected a power of two"),
         ({"max_counters": 0}, "max_counters=0: expected an integer from 1"),
+        ({"max_mapped_bytes": -1}, "max_mapped_bytes=-1: expected an integer from 0"),
         ({"thread_cpu": -2}, "thread_cpu=-2: expected an integer from -1"),
         ({"heartbeat_interval": 0}, "heartbeat_interval=0: expected a positive number of seconds"),
         ({"heartbeat_interval": "1"}, "heartbeat_interval='1': expected a positive number"),
