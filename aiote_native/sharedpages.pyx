@@ -34,13 +34,13 @@ cdef extern from "<sys/vfs.h>" nogil:
 cdef enum:
     HUGETLBFS_MAGIC = 0x958458f6
     F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1; Python has the name since 3.13
-    # Bytes allocated by one call, in about a quarter of a millisecond. A signal makes the kernel undo the call, so with
-    # larger pieces a profiler's thousand signals a second could keep it from ever ending.
+    # Bytes allocated by one call. A signal makes the kernel undo the call, so with a large piece the signals of a
+    # profiler could keep it from ever ending.
     PIECE = 1 << 20
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-KEPT_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-NOT_WRITTEN = fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE
+cdef int KEPT_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+cdef int NOT_WRITTEN = fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE
 
 
 cdef int allocate(int fd, uint64_t nbytes) noexcept nogil:
