@@ -49,7 +49,7 @@ ORDER = (
     ("aiote.transfers",),
     ("aiote.links.held_leases", "aiote.links.granted_leases", "aiote.links.heartbeat_timer", "aiote.links.nic_events"),
     ("aiote.links.connection",),
-    ("aiote.links.channels", "aiote.links.joining"),
+    ("aiote.links.channels", "aiote.links.joining", "aiote.links.sharing"),
     ("aiote.links.liveness",),
     ("aiote.links.session",),
     ("aiote.links",),
