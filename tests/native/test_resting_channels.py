@@ -28,9 +28,9 @@ def rails(request: pytest.FixtureRequest) -> Iterator[Rails]:
         yield rails
 
 
-def star(rails: Rails, count: int = MANY) -> list[Pair]:
+def star(rails: Rails, count: int = MANY, spin_us: int = 0) -> list[Pair]:
     """Return a hub's links to many others, at rest."""
-    hub, others = rails.side(), [rails.side() for _ in range(count)]
+    hub, others = rails.side(spin_us=spin_us), [rails.side() for _ in range(count)]
     pairs = [Pair(rails, hub, other, *rails.join(hub, other)) for other in others]
     rails.rest()
     return pairs
@@ -124,12 +124,14 @@ def test_channels_at_rest_are_seen_where_few_are_left(rails):
 
 
 def test_one_of_many_at_rest_is_seen_beside_one_that_is_busy(rails):
-    """The hub never sleeps meanwhile, so no look at all of them finds it."""
-    pairs = star(rails, CROWD)
+    """The hub spins while a write is under way, and ends its turn with it: it never comes to look at all of them."""
+    pairs = star(rails, CROWD, spin_us=60_000_000)
     busy, idle = pairs[0], pairs[CROWD // 2]
     source, target = busy.a.register(4096), busy.b.register(4096)
     number, most = 0, 500
-    rails.finish(idle.b.send(idle.ba, b"hello"))
+    idle.b.send(idle.ba, b"hello")
+    idle.b.turn(True)
+    assert idle.a.take(idle.ab) is None
     while idle.a.take(idle.ab) is None:
         rails.finish(busy.a.write(busy.ab, source, target.remote))
         number += 1
