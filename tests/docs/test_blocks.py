@@ -69,6 +69,18 @@ def test_every_block_is_run():
 # Engines.
 
 
+async def test_the_page_of_streams_shares_memory():
+    sharing, mapping = parts(block("streams", 0), "mapped = ")
+    async with linked("local") as (owner, user):
+        peer = await owner.connect(user.address)
+        there = await run(sharing, engine=owner, peer=peer)
+        descriptor = (await user.recv()).data
+        here = await run(mapping, engine=user, numpy=np, descriptor=descriptor, peer=user.peers[0])
+        assert there["memory"].view[0] == 1
+        here["mapped"].close()
+        there["memory"].close()
+
+
 async def test_the_two_sides_of_the_first_page():
     sending, receiving = parts(block("index", 0), "# The receiver")
     async with linked("local") as (left, right):

@@ -81,6 +81,7 @@ cdef class Dead:
         self.peer.channels[0] = &self.live
         self.peer.channel_count = 1
         self.peer.survivable = True
+        self.peer.lists = &self.state.lists
         self.dead.peer = self.live.peer = &self.peer
         self.dead.depth = self.dead.fresh = self.count
         self.dead.ended = ended
@@ -179,6 +180,7 @@ cdef class Dead:
     def __dealloc__(self):
         if self.state != NULL:
             self.state.done.head = self.state.done.tail = NULL
+            self.state.lists.pending = NULL
         tally_free(&self.dead.confirmed)
         free(self.ops)
         free(self.dead.requests)
