@@ -124,6 +124,8 @@ class Home:
             "attach": lambda: e.attach(b""),
             "lease": lambda: e.lease([region[0:8]], peer),
             "connect": lambda: e.connect(peer.address),
+            "share_memory": lambda: e.share_memory(8, [peer]),
+            "map_memory": lambda: e.map_memory(b""),
             "room": lambda: e.room(peer),
             "submit_write": lambda: e.submit_write(region, remote),
             "write": lambda: e.write(region, remote),
