@@ -41,9 +41,11 @@ def run(
     """Run schedules in a process of its own; return how many went well, the turns taken, the sleeps, and the rests."""
     arguments = f"{waits}, {schedules}, {seed}, {deaf}, {may_rest}"
     call = f"import json, interleaving; print(json.dumps(interleaving.run({arguments})))"
+    # Behind it, the copy of the package that `make mutants` has changed.
+    path = os.pathsep.join(filter(None, (str(built), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-P", "-c", call],
-        env={**os.environ, "LD_PRELOAD": compiled.preloaded(built / "steps.so"), "PYTHONPATH": str(built)},
+        env={**os.environ, "LD_PRELOAD": compiled.preloaded(built / "steps.so"), "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         timeout=PATIENCE_S,
         check=True,
