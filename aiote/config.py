@@ -119,13 +119,13 @@ class EngineConfig:
     ring_bytes: bytes in flight between two processes of one host, each way, before the sender waits. max_transfers:
     unfinished transfers toward one peer; beyond that, awaited verbs wait for room and `submit_` forms raise QueueFull.
     max_counters: immediates in use at once. max_mapped_bytes: bytes of shared memory of one peer mapped here at once.
-    schedule: which rail gets the next stripe or page: "earliest-finish" (the
-    rail expected to carry it first) or "round-robin". status_page: whether `aiote top` of the same user sees the
-    engine. verbs: settings of rails that libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of
-    libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when GPU memory is first registered. gpu_sharing: whether
-    processes of this host that have the cluster key may open allocations of registered GPU memory, and this engine
-    theirs. fallback: whether a `socket` rail is opened beside NICs that have few queue pairs (EFA), for peers that find
-    none left. kept_receive_bytes: how much receive memory of connectors stays mapped and registered while it is unused.
+    schedule: which rail gets the next stripe or page: "earliest-finish" (the rail expected to carry it first) or
+    "round-robin". status_page: whether `aiote top` of the same user sees the engine. verbs: settings of rails that
+    libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of libcuda.so.1, the driver of NVIDIA's GPUs,
+    which is opened when GPU memory is first registered. gpu_sharing: whether processes of this host that have the
+    cluster key may open allocations of registered GPU memory, and this engine theirs. fallback: whether a `socket` rail
+    is opened beside NICs that have few queue pairs (EFA), for peers that find none left. kept_receive_bytes: how much
+    receive memory of connectors stays mapped and registered while it is unused.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)

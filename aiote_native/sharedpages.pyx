@@ -137,9 +137,12 @@ cdef class SharedPages:
             self.memory_fd = -1
 
     cdef void unmap(self) noexcept:
-        if self.pages != NULL:
-            munmap(self.pages, self.nbytes)
-            self.pages = NULL
+        cdef void* pages = self.pages
+        self.pages = NULL
+        if pages != NULL:
+            # The kernel frees the pages here, if this is the last mapping: a GiB has 262,144 of them.
+            with nogil:
+                munmap(pages, self.nbytes)
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         if self.closed:

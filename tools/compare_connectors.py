@@ -45,7 +45,6 @@ def python_of(host: str) -> Path:
 
 def installed(host: str) -> str:
     """Make a host's environment what its file says, with NIXL; return why it is not."""
-    connectors.FOLDER = FOLDER
     python, stamp = python_of(host), FOLDER / host / ".installed-nixl"
     if why := connectors.installed(host, python):
         return why

@@ -47,17 +47,18 @@ def wheel() -> Path | None:
 
 
 def installed(name: str, python: Path) -> str:
-    """Make a host's environment what its file says; return why it is not."""
-    stamp, wanted = FOLDER / name / ".installed", (TESTS / f"{name}.txt").read_text()
+    """Make a host's environment, of which `python` is the interpreter, what its file says; return why it is not."""
+    folder = python.parents[1]
+    stamp, wanted = folder / ".installed", (TESTS / f"{name}.txt").read_text()
     if not python.exists() or not stamp.exists() or stamp.read_text() != wanted:
-        venv.create(FOLDER / name, clear=True, with_pip=True)
+        venv.create(folder, clear=True, with_pip=True)
         # Not wheels alone: antlr4-python3-runtime 4.9.3, which verl's omegaconf wants, has none.
         if run(python, *PIP, "install", "--no-deps", "--prefer-binary", "-r", TESTS / f"{name}.txt", env=exact()):
             return "NOT INSTALLED: its packages could not be installed; pip's error is above"
         if name == "torch" and (why := torch_transports.install(python)):
             return f"NOT INSTALLED: {why}"
         stamp.write_text(wanted)
-    sources, now = FOLDER / name / ".installed-sources", fingerprint()
+    sources, now = folder / ".installed-sources", fingerprint()
     if not sources.exists() or sources.read_text() != now:
         built = wheel()
         if built is None or run(python, *PIP, "install", "--no-index", "--no-deps", "--force-reinstall", built):

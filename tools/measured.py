@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from draw_sizes import picture
+from page_parts import put_between
+
+from aiote.bench import records
 
 ROOT = Path(__file__).parents[1]
 FORMAT = 1
@@ -129,10 +131,9 @@ def read(path: Path) -> Record:
 
 def machine() -> str:
     """Return the processor and how many this process may use; no names or addresses."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    model = next(models, platform.machine())
-    return f"{len(os.sched_getaffinity(0))} processors of {model}, Linux {platform.release().partition('-')[0]}"
+    known = records.machine()
+    kernel = known["kernel"].partition("-")[0]
+    return f"{len(os.sched_getaffinity(0))} processors of {known['processor']}, Linux {kernel}"
 
 
 def add(kind: str, path: Path, command: str, libraries: dict[str, str]) -> Path:
@@ -166,16 +167,11 @@ def made() -> dict[Path, str]:
                 texts[ROOT / "docs" / "_static" / "sizes.svg"] = picture(record["rows"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise RecordError(f"{kept}: its rows are not those of {kind}: {error!r}") from error
-        texts[page] = _with(page, text, f"<!-- measured: {kind} -->\n", said)
+        try:
+            texts[page] = put_between(text, f"<!-- measured: {kind} -->\n", END, said)
+        except ValueError as error:
+            raise RecordError(f"{page}: {error}") from error
     return texts
-
-
-def _with(page: Path, text: str, start: str, said: str) -> str:
-    before, found, rest = text.partition(start)
-    _, end, after = rest.partition(END)
-    if not found or not end:
-        raise RecordError(f"{page}: no {start.strip()} and {END.strip()}")
-    return f"{before}{start}{said}{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

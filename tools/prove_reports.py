@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from page_parts import put_between
+
 from aiote.cli.prove_private import private
 from aiote.cli.prove_report import FORMAT
 
@@ -171,11 +173,10 @@ def pages() -> dict[Path, str]:
 
 
 def _with(path: Path, table: str) -> str:
-    before, start, rest = path.read_text().partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ReportError(f"{path}: no {START.strip()} and {END.strip()}")
-    return f"{before}{START}{table}{END}{after}"
+    try:
+        return put_between(path.read_text(), START, END, table)
+    except ValueError as error:
+        raise ReportError(f"{path}: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

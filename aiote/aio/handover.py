@@ -2,9 +2,8 @@
 
 For each channel, each side opens a datagram socket and sends its address over the authenticated control connection.
 Each side then sends one datagram with the descriptors to the other. A request for shared memory has such a socket, too
-(`aiote.links.sharing`). The socket accepts datagrams only from senders that
-know its secret (`guarded_socket`), so neither strangers nor other peers can fill its queue. The first datagram closes
-it.
+(`aiote.links.sharing`). The socket accepts datagrams only from senders that know its secret (`guarded_socket`), so
+neither strangers nor other peers can fill its queue. The first datagram closes it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..errors import UsageError
-from .fields import U16, U64, Cursor, FieldError, Fixed, Record, Text, unwrap, wrap
+from .fields import U16, U64, FieldError, Fixed, Record, Text, unwrap, wrap
 
 __all__ = ["ANYONE", "IDENTITY_BYTES", "Address", "name_of"]
 
@@ -78,12 +78,9 @@ class Address:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Address:
         """Return the address that `bytes(address)` gave; raises UsageError for anything else."""
         try:
-            cursor = Cursor(unwrap(_MAGIC, _VERSION, data))
-            address = _LAYOUT.unpack(cursor)
-            cursor.expect_end()
+            return unwrap(_MAGIC, _VERSION, _LAYOUT, data)
         except FieldError as error:
             raise UsageError(f"these bytes are not an address: {error}; use bytes(engine.address)") from error
-        return address
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -21,7 +21,7 @@ from typing import Annotated, SupportsIndex
 
 from ..errors import UsageError
 from .address import ANYONE, IDENTITY_BYTES, Address
-from .fields import U64, Converted, Cursor, FieldError, Fixed, Flag, Many, Record, unwrap, wrap
+from .fields import U64, Converted, FieldError, Fixed, Flag, Many, Record, unwrap, wrap
 
 __all__ = ["MAX_RAILS", "RailKey", "RegionDescriptor", "SharedDescriptor"]
 
@@ -89,12 +89,9 @@ class RegionDescriptor:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RegionDescriptor:
         """Return the descriptor that `bytes(descriptor)` gave; raises UsageError for anything else."""
         try:
-            cursor = Cursor(unwrap(_MAGIC, _VERSION, data))
-            descriptor = _LAYOUT.unpack(cursor)
-            cursor.expect_end()
+            return unwrap(_MAGIC, _VERSION, _LAYOUT, data)
         except FieldError as error:
             raise UsageError(f"these bytes are not a region descriptor: {error}; use region.descriptor") from error
-        return descriptor
 
     def slice(self, start: SupportsIndex, stop: SupportsIndex) -> RegionDescriptor:
         """Return the descriptor of bytes `start` to `stop`, counted from this one's first byte; raises UsageError.
@@ -134,12 +131,9 @@ class SharedDescriptor:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> SharedDescriptor:
         """Return the descriptor that `bytes(descriptor)` gave; raises UsageError for anything else."""
         try:
-            cursor = Cursor(unwrap(_SHARED_MAGIC, _SHARED_VERSION, data))
-            descriptor = _SHARED_LAYOUT.unpack(cursor)
-            cursor.expect_end()
+            return unwrap(_SHARED_MAGIC, _SHARED_VERSION, _SHARED_LAYOUT, data)
         except FieldError as error:
             raise UsageError(f"these bytes do not describe shared memory: {error}; use memory.descriptor") from error
-        return descriptor
 
 
 _LAYOUT = Record(RegionDescriptor)

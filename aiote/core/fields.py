@@ -325,8 +325,8 @@ def wrap(magic: bytes, version: int, body: bytes) -> bytes:
     return magic + U8.pack(version) + U16.pack(len(body)) + body
 
 
-def unwrap(magic: bytes, version: int, data: bytes | bytearray | memoryview) -> bytes:
-    """Return the body that `wrap` enclosed; raises FieldError for anything else, trailing bytes included."""
+def unwrap(magic: bytes, version: int, layout: Record[T], data: bytes | bytearray | memoryview) -> T:
+    """Return the record that `wrap` enclosed; raises FieldError for anything else, trailing bytes included."""
     if not isinstance(data, bytearray | memoryview):
         _expect(data, bytes)
     cursor = Cursor(bytes(data))
@@ -338,6 +338,8 @@ def unwrap(magic: bytes, version: int, data: bytes | bytearray | memoryview) -> 
             f"the format has version {found}, and this aiote reads version {version}; use one version "
             "of aiote on both sides"
         )
-    body = cursor.take_bytes(U16.unpack(cursor))
+    body = Cursor(cursor.take_bytes(U16.unpack(cursor)))
     cursor.expect_end()
-    return body
+    value = layout.unpack(body)
+    body.expect_end()
+    return value

@@ -32,6 +32,7 @@ from .events import Event, Events
 from .processes import ProcessId, this_process
 
 __all__ = [
+    "LONGEST_TEXT",
     "EngineStatus",
     "OtherVersion",
     "PeerStatus",
@@ -61,7 +62,8 @@ UNFINISHED = ".new"
 FRESH_S = 60.0
 """The greatest age in seconds of a page of another PID namespace: whether its process is alive cannot be seen."""
 
-Text = Annotated[str, msgspec.Meta(max_length=512)]
+LONGEST_TEXT = 512
+Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -221,7 +223,7 @@ def status_of(engine: Any, opened_ns: int) -> EngineStatus:
     plain = {name: value for name in counts.__slots__ if isinstance(value := getattr(counts, name), int)}
     return EngineStatus(
         pid=os.getpid(),
-        program=" ".join(sys.orig_argv)[:512].encode(errors="replace").decode(),
+        program=" ".join(sys.orig_argv)[:LONGEST_TEXT].encode(errors="replace").decode(),
         address=str(engine.address),
         opened_ns=opened_ns,
         written_ns=time.time_ns(),

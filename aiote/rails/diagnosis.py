@@ -151,7 +151,7 @@ def _efa(facts: Facts) -> Iterator[Finding]:
     elif facts.efa:
         names = ", ".join(facts.efa)
         what = f"{names} can be used with provider='efa'; auto does not choose it, because it {NEVER_RUN}"
-        what += "; two hosts need a security group that allows all traffic to and from itself, which nobody sees here"
+        what += "; two hosts need a security group that allows all traffic to and from itself, unseen from here"
         yield Finding("hint", "EFA", what, "aiote prove efa")
 
 

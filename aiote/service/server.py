@@ -14,7 +14,7 @@ import msgspec
 import aiote
 
 from ..aio import Signal
-from ..observe.status_page import ServiceStatus
+from ..observe.status_page import LONGEST_TEXT, ServiceStatus
 from .background import run_shielded
 from .definition import Method, Service, method, methods_of
 from .endpoint import SHARED, CallEndpoint, Limits
@@ -104,7 +104,7 @@ class Server:
     def status(self) -> ServiceStatus:
         """Return the names of the services, without `Health`, and the state that `aiote top` shows."""
         names = dict.fromkeys(name.rpartition(".")[0] for name in self._methods if name not in SHARED)
-        return ServiceStatus(", ".join(names)[:512], not self.draining, self.running, self.queued)
+        return ServiceStatus(", ".join(names)[:LONGEST_TEXT], not self.draining, self.running, self.queued)
 
     def call(self, link: Link, frame: CallFrame) -> None:
         """Start a call, queue it or refuse it."""

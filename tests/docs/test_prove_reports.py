@@ -12,6 +12,7 @@ import pytest
 from aiote.cli.prove_report import Outcome, Report
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tools"))
 SPEC = importlib.util.spec_from_file_location("prove_reports", ROOT / "tools" / "prove_reports.py")
 tool = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = tool  # dataclasses look there

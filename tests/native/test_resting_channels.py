@@ -16,6 +16,8 @@ FEW = 8
 """No more than are always polled."""
 CROWD = 50
 """More rings than a round looks at."""
+MORE = 3000
+"""Writes, more than a channel has work requests."""
 IMM = 0x321
 
 
@@ -148,3 +150,12 @@ def test_a_queue_behind_a_channel_at_rest_goes_on(rails):
     # The simulated network reorders messages.
     assert {received(rails, pair.b, pair.ba) for _ in sent} == {b"%d" % number for number in range(100)}
     rails.finish(*sent)
+
+
+def test_more_writes_than_a_channel_at_rest_holds_all_end(rails):
+    """The rest of them waits in the peer's queue, and only a round that gives this peer its turn posts it."""
+    pair = star(rails)[-1]
+    source, target = pair.a.register(4096), pair.b.register(4096)
+    writes = [pair.a.write(pair.ab, source, target.remote) for _ in range(MORE)]
+    assert not any(write.is_over for write in writes[MORE // 2 :])
+    rails.finish(*writes)
