@@ -96,7 +96,8 @@ class Child:
             os.close(whole)
 
     async def _state(self, letter: str) -> None:
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != letter:
+        while (state := Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]) != letter:
+            assert state != "Z", f"child {self.pid} has ended by itself: what it wrote to stderr says why"
             await anyio.sleep(0.001)
 
     def resume(self) -> None:
