@@ -30,7 +30,8 @@ from aiote.weights.protocol import (
     WriteTarget,
     packed_layout,
 )
-from aiote.weights.source import Source, _Sending
+from aiote.weights.sending import UpdateSender
+from aiote.weights.source import Source
 
 MINE, ITS = ((64, 16), "F32", Replicate()), ((64,), "F32", Replicate())
 BOTH = Layout.over([0], {"mine": MINE, "its": ITS})
@@ -61,7 +62,7 @@ class LyingSource(SourceService):
     @service.method(idempotent=True)
     async def describe(self) -> SourceState:
         await self._lie("describe")
-        told, anything = self.source.described(), Anything(self.rng)
+        told, anything = self.source.describe(), Anything(self.rng)
         way = self.rng.choice(("right",) * 5 + ("damaged", "claim", "places", "regions", "rank", "address"))
         self.log.append(f"liar describes {way}")
         # What it says that it holds it may send; else the honest source sends "mine".
@@ -91,7 +92,7 @@ class LyingSource(SourceService):
         await self._lie("send")
         if self.rng.random() < 0.5 and self.source.plan is not None:
             self.log.append("liar sends right")
-            await _Sending(self.source, self.source.plan, destinations).run()
+            await UpdateSender(self.source, self.source.plan, destinations).run()
             await self._harm(destinations)
         number = Anything(self.rng).number((1 << 63) - 1)
         failed = {self.rng.randrange(3): "so it says"} if self.rng.random() < 0.2 else {}
