@@ -69,6 +69,7 @@ class Receiver:
         self.address, self.state, self.client = address, state, client
         self.lent_regions: dict[str, Descriptors] | None = None
         self.places: Numbers = np.zeros((0, 2), np.uint64)
+        self.shared = b""
         self.imms: dict[str, int] = {}
         self.steps: list[str] = []
 
@@ -79,7 +80,7 @@ class Receiver:
         moved = None if np.array_equal(self.places, self.state.places) else self.places
         lent = self.lent_regions.get(address, NOTHING)
         imm = self.imms.get(address, 0)
-        return WriteTarget(self.state.rank, self.address, imm, lent, digest_of(self.state.places), moved)
+        return WriteTarget(self.state.rank, self.address, imm, lent, digest_of(self.state.places), moved, self.shared)
 
     def record_step(self, step: Step, sources: Sequence[str]) -> None:
         """Record a step of the target. Raises UsageError for a step out of order, or with impossible contents."""
@@ -103,6 +104,7 @@ class Receiver:
             one: step.lent.part(number * regions, (number + 1) * regions) for number, one in enumerate(sources)
         }
         self.imms, self.places = dict(zip(sources, step.imms, strict=True)), step.places
+        self.shared = step.shared
 
 
 class Attempt:

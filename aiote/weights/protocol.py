@@ -65,6 +65,7 @@ RankNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+SharedText: TypeAlias = Annotated[bytes, Meta(max_length=1024)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=8192)]
 MOST_RANKS = 1 << 16
 Reasons: TypeAlias = Annotated[dict[RankNumber, Reason], Meta(max_length=MOST_RANKS)]
@@ -182,20 +183,21 @@ class Step(msgspec.Struct, frozen=True):
 
     A "lent" step carries for each source, one source after another, the immediate of its commit, and a descriptor of
     each region; a descriptor is empty if that source does not write to the region. `places` says where the tensors lie
-    in these regions.
+    in these regions. `shared` describes shared memory that is region 0, for sources of the target's host, or is empty.
     """
 
     kind: Literal["lent", "counted", "committed"]
     imms: Annotated[list[Immediate], Meta(max_length=MOST_RANKS)] = []
     lent: Descriptors | None = None
     places: Numbers | None = None
+    shared: SharedText = b""
 
 
 class WriteTarget(msgspec.Struct, frozen=True):
     """A target, described for a source that writes to it.
 
     `known` is the digest of the places that the source got with its plan. `places` is None if they are still valid, or
-    else the new places.
+    else the new places. `shared` is the descriptor of the target's step.
     """
 
     rank: RankNumber
@@ -204,6 +206,7 @@ class WriteTarget(msgspec.Struct, frozen=True):
     regions: Descriptors
     known: Digest
     places: Numbers | None
+    shared: SharedText = b""
 
 
 class Sent(msgspec.Struct, frozen=True):

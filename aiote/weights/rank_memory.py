@@ -203,12 +203,22 @@ class RankArrays:
         return pairs
 
     @classmethod
-    def allocated(cls, layout: Layout, rank: int, tied: Mapping[str, str] | None = None) -> RankArrays:
-        """Allocate memory, in one piece, for everything that a rank holds in a layout. `tied` tensors share memory."""
+    def allocated(
+        cls,
+        layout: Layout,
+        rank: int,
+        tied: Mapping[str, str] | None = None,
+        memory: Bytes | None = None,
+    ) -> RankArrays:
+        """Allocate memory, in one piece, for everything that a rank holds in a layout. `tied` tensors share memory.
+
+        `memory` is used in its place, where it is given: as many bytes as an allocation of this layout has.
+        """
         held = {name: tensor.held_by().get(rank) for name, tensor in layout.tensors.items()}
         sizes = {name: extent_of(one, layout.tensors[name].dtype) for name, one in held.items() if one is not None}
         others = {name: first for name, first in (tied or {}).items() if sizes.pop(name, 0)}
-        memory = np.zeros(sum(-(-size // ALIGNED) * ALIGNED for size in sizes.values()) + ALIGNED, np.uint8)
+        if memory is None:
+            memory = np.zeros(sum(-(-size // ALIGNED) * ALIGNED for size in sizes.values()) + ALIGNED, np.uint8)
         made = cls(Layout({}), rank, {"": memory})
         made.layout = layout
         at = -memory.ctypes.data % ALIGNED
@@ -235,6 +245,11 @@ class RankArrays:
         while self.regions:
             await self.regions[-1].aclose()
             self.regions.pop()
+
+    def drop(self) -> None:
+        """Release arrays that `allocated` made, once their registrations are closed; the places stay."""
+        self.arrays.clear()
+        self.views.clear()
 
     def bytes_of(self, name: str) -> Bytes:
         """Return the bytes of a tensor, from its first element to its last.

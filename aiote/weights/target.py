@@ -45,6 +45,7 @@ from .protocol import (
     places_of,
 )
 from .rank_memory import TENSOR_BYTES, RankArrays, in_thread
+from .shadow import Shadow
 
 __all__ = ["Target", "serve_target"]
 
@@ -66,27 +67,29 @@ class Target:
         versions: Literal["inplace", "gated", "shadow"],
         on_commit: Callable[[int], Awaitable[None] | None] | None,
         limit: float,
+        share_memory: bool,
     ) -> None:
         if versions not in ("inplace", "gated", "shadow"):
             raise aiote.UsageError(f'versions is {versions!r}, expected "inplace", "gated" or "shadow"')
         self.engine = engine
         self.weights = RankArrays(layout, rank, arrays, written=True)
-        self.written = self.weights
-        if versions == "shadow":
-            # A commit also copies padding, which updates do not write. So the shadow begins as a copy of the weights.
-            self.written = RankArrays.allocated(layout, rank, self.weights.tied())
-            self.weights.copy_to(self.written)
+        self.shadow = Shadow(engine, self.weights, shares=share_memory) if versions == "shadow" else None
         self._overlapping = self.weights.overlapping()
         self.rank, self.replica, self.versions = rank, replica, versions
         self.state: State = "empty"
         self.update: Update | None = None
         self.epoch = 0
         self.current: _Incoming | None = None
-        self.stale = self.ended = False
+        self.ended = False
         self._on_commit, self._limit = on_commit, limit
         self._packed = packed_layout(layout.only(rank))
         self._open = versions != "gated"
         self._changed = anyio.Event()
+
+    @property
+    def written(self) -> RankArrays:
+        """The memory that sources write to."""
+        return self.weights if self.shadow is None else self.shadow.arrays
 
     @property
     def version(self) -> int | None:
@@ -172,13 +175,6 @@ class Target:
         while not self._open:
             await self._changed.wait()
 
-    async def refresh(self) -> None:
-        """Copy the weights to the shadow again, if a failed update has written to the shadow."""
-        if self.stale:
-            copy = functools.partial(self.weights.copy_to, self.written)
-            await run_shielded(functools.partial(in_thread, self.weights.nbytes, copy))
-            self.stale = False
-
     async def install(self, update: Update, names: Iterable[str]) -> None:
         """Make the bytes that were written to these tensors the current version, and call `on_commit`.
 
@@ -186,11 +182,11 @@ class Target:
         """
 
         async def swap() -> None:
-            if self.written is not self.weights:
-                # An interruption makes `run_shielded` call this again. The leases are revoked: the result is the same.
+            if self.shadow is not None:
+                # An interruption makes `run_shielded` call this again. No source writes any more: all have committed.
                 copy = functools.partial(self.written.copy_to, self.weights, names)
                 await in_thread(self.weights.nbytes, copy)
-                self.stale = False
+                self.shadow.stale = False
             # Only a commit raises the epoch, so a controller that begins an update and leaves does not keep others out.
             self.update, self.epoch = update, update.epoch
             self.change("ready")
@@ -282,13 +278,14 @@ class _ServedTarget(TargetService):
             # own, because a source that commits twice must not count for another one.
             blocks = [counted.enter_context(target.engine.reserve_immediates(1, [one])) for one in order.sources]
             counters = [counted.enter_context(target.engine.counter(block.first)) for block in blocks]
-            await target.refresh()
+            shared = b""
+            if target.shadow is not None:
+                await target.shadow.prepare(order.sources)
+                target.shadow.stale, shared = True, target.shadow.descriptor
             lent = _lease_regions(target, order.sources, written, leases)
-            if target.versions != "shadow":
+            if target.shadow is None:
                 target.change("updating")
-            else:
-                target.stale = True
-            yield Step("lent", [counter.imm for counter in counters], lent, places_of(target.written))
+            yield Step("lent", [counter.imm for counter in counters], lent, places_of(target.written), shared)
             with mine.guard_step():
                 for counter in counters:
                     await counter.wait()
@@ -379,6 +376,7 @@ async def serve_target(
     versions: Literal["inplace", "gated", "shadow"] = "shadow",
     on_commit: Callable[[int], Awaitable[None] | None] | None = None,
     limit: float = 60.0,
+    share_memory: bool = True,
     controllers: service.CallersLike = None,
 ) -> AsyncIterator[Target]:
     """Take updates of an inference rank's weights, until the end of an `async with`.
@@ -388,14 +386,16 @@ async def serve_target(
     `replica` get a version together. `versions` says what sources write to, see the module; `shadow` needs the weights'
     memory a second time. `on_commit` is called with each version once the weights have it, before the controller hears
     of the commit, for example to clear a prefix cache. It has `limit` seconds. If it raises, the replica fails in the
-    controller's report, although the weights are new. `controllers` are the engines that may update the target: their
-    addresses, a predicate of the peer, or "first", the first engine that begins an update, as long as it is connected.
+    controller's report, although the weights are new. With `share_memory` sources of this host map the shadow and copy
+    into it; docs/weights.md says what that trusts them with. `controllers` are the engines that may update the target:
+    their addresses, a predicate of the peer, or "first", the first engine that begins an update, as long as it is
+    connected.
 
     Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only; and if the
     engine has a cluster key and no controllers are given.
     """
     callers = service.Callers(engine, controllers, "controller")
-    make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit, limit)
+    make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit, limit, share_memory)
     work = sum(tensor.nbytes for tensor in layout.tensors.values()) + len(layout.tensors) * TENSOR_BYTES
     target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")
@@ -404,4 +404,4 @@ async def serve_target(
             yield target
     finally:
         target.end()
-        await run_shielded(target.written.close)
+        await run_shielded(target.written.close if target.shadow is None else target.shadow.close)

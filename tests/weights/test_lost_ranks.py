@@ -26,7 +26,7 @@ from aiote.weights import (
     serve_target,
 )
 from aiote.weights.protocol import Sent
-from aiote.weights.source import _Sending
+from aiote.weights.sending import UpdateSender
 from engines import until
 
 SHAPE = (48, 32)
@@ -96,7 +96,7 @@ def dies_after_its_commits(monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> No
     async def main(fabric: Fabric) -> None:
         async with ranks(fabric) as made:
             victim, late = made.sources[0], made.targets[1]
-            right, install = _Sending.run, late.install
+            right, install = UpdateSender.run, late.install
 
             async def dies(self: Any) -> Any:
                 sent = await right(self)
@@ -110,7 +110,7 @@ def dies_after_its_commits(monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> No
                 monkeypatch.setattr(late, "install", install)
                 await anyio.sleep_forever()
 
-            monkeypatch.setattr(_Sending, "run", dies)
+            monkeypatch.setattr(UpdateSender, "run", dies)
             if slow:
                 monkeypatch.setattr(late, "install", never)
             report = await made.controller.update(1)
@@ -230,7 +230,7 @@ def test_a_commit_leaves_alone_what_the_update_does_not_write():
                 arrays["b"][:] = 8
             # As an update leaves it that was to write it, and failed.
             made.targets[1].written.bytes_of("b")[:] = 3
-            made.targets[1].stale = True
+            made.targets[1].shadow.stale = True
             await made.controller.update(2)
             for target, arrays in zip(made.targets, made.arrays, strict=True):
                 assert (arrays["b"] == 8).all()
@@ -250,14 +250,14 @@ def test_a_commit_leaves_alone_what_the_update_does_not_write():
 def test_a_source_that_says_what_cannot_be_or_nothing_is_lost_itself(monkeypatch, said):
     async def main(fabric: Fabric) -> None:
         async with ranks(fabric) as made:
-            right, liar = _Sending.run, made.sources[0]
+            right, liar = UpdateSender.run, made.sources[0]
 
             async def lies(self: Any) -> Any:
                 if self.source is not liar:
                     return await right(self)
                 return said or await anyio.sleep_forever()
 
-            monkeypatch.setattr(_Sending, "run", lies)
+            monkeypatch.setattr(UpdateSender, "run", lies)
             begun = anyio.current_time()
             report = await made.controller.update(1)
             assert (report.committed, report.failed, report.attempts) == ([""], {}, 2)
