@@ -22,6 +22,8 @@ from engines import LOST_SOON, PATIENCE_S, opened, until
 pytestmark = pytest.mark.anyio
 
 CALLERS, BETWEEN = 12, 30
+SOON = {**LOST_SOON, "drain_timeout": LOST_SOON["heartbeat_timeout"]}
+"""A call that waits for a revocation is not to fail before its peer counts as lost."""
 each_kind = pytest.mark.parametrize("provider", ["local", "socket"])
 
 
@@ -82,9 +84,9 @@ async def test_calls_to_processes_that_are_stopped_and_killed(provider, child: C
     journal.touch()
     with anyio.fail_after(PATIENCE_S):
         children = [child() for _ in range(5)]
-        async with opened(provider, **LOST_SOON) as engine:
+        async with opened(provider, **SOON) as engine:
             for one in children:
-                await one.open(provider, **LOST_SOON)
+                await one.open(provider, **SOON)
                 await one.ask("serve", journal=str(journal))
             storm = Storm(engine)
             first, second, third, fourth, fifth = children
@@ -127,9 +129,9 @@ async def test_calls_to_processes_that_are_stopped_and_killed(provider, child: C
 async def test_callers_that_are_stopped_and_killed_hold_nothing(provider, child: Callable[[], Child]):
     with anyio.fail_after(PATIENCE_S):
         children = [child() for _ in range(3)]
-        async with opened(provider, **LOST_SOON) as engine, service.serve(engine, Served(engine)) as server:
+        async with opened(provider, **SOON) as engine, service.serve(engine, Served(engine)) as server:
             for one in children:
-                await one.open(provider, **LOST_SOON)
+                await one.open(provider, **SOON)
                 one.tell("use", address=str(engine.address), calls=10_000)
             for one in children:
                 began = server.calls

@@ -28,11 +28,7 @@ UNTRIED = "ignore:provider='efa' was never:RuntimeWarning"
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
 
-LOST_SOON = {
-    "heartbeat_interval": 0.25 * SLOWER**0.5,
-    "heartbeat_timeout": 2.0 * SLOWER**0.5,
-    "drain_timeout": 2.0 * SLOWER**0.5,
-}
+LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_timeout": 2.0 * SLOWER**0.5}
 """For who waits until a silent peer is lost: soon, and yet longer than a busy machine keeps a live one from running."""
 
 UNHURRIED = {"heartbeat_timeout": 10.0, "drain_timeout": 10.0}
