@@ -62,6 +62,9 @@ async def test_a_member_that_is_lost_ends_the_wait(provider):
         waits = [asyncio.create_task(one.barrier(group, 8)), asyncio.create_task(two.barrier(other, 8))]
         await round_trips(one, two)
         assert not any(wait.done() for wait in waits)
+        # What they write to it for the barrier has ended: else that write fails, and not the wait.
+        for member in (one, two):
+            await round_trips(member, three)
         await three.aclose()
         for wait in waits:
             with pytest.raises(aiote.PeerError, match="barrier"):

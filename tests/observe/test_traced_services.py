@@ -65,7 +65,7 @@ async def test_a_weight_update_is_one_trace():
         tracer = [traces.follow(engine) for engine in (one, other, chief)][2]
         async with (
             serve_source(one, layout, 0, {"w": source}, controllers=[chief.address]),
-            serve_target(other, layout, 0, {"w": target}, replica="a", controllers=[chief.address]),
+            serve_target(other, layout, 0, {"w": target}, replica="a", share_memory=False, controllers=[chief.address]),
         ):
             controller = Controller(chief, [one.address], [other.address])
             with tracer.start_as_current_span("update"):

@@ -77,7 +77,7 @@ async def weights(nics: int) -> None:
         opened("efa", names(nics)) as other,
         opened("efa", names(nics)) as own,
         serve_source(one, SOURCES, 0, values),
-        serve_target(other, TARGETS, 0, arrays),
+        serve_target(other, TARGETS, 0, arrays, share_memory=False),
     ):
         controller = Controller(own, [one.address], [other.address])
         await controller.update(0)

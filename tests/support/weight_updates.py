@@ -84,7 +84,8 @@ class Ranks:
 async def ranks(
     provider: str, versions: Any = "shadow", lend: Callable[[Any], Any] = lambda array: array, **settings: Any
 ) -> AsyncIterator[Ranks]:
-    made = Ranks()
+    """Serve them. The bytes go over rails of `provider`, unless the settings have share_memory=True."""
+    made, settings = Ranks(), {"share_memory": False} | settings
     async with AsyncExitStack() as stack:
         made.engines = [await stack.enter_async_context(opened(provider)) for _ in range(5)]
         for rank, engine in enumerate(made.engines[:2]):

@@ -29,7 +29,10 @@ async def test_an_update_goes_on_when_one_of_two_unequal_rails_is_lost(switch, n
     async with over_switch(2) as (left, right, events), aiote.open_engine("verbs", ["rxe2"]) as own:
         for nic in (1, 3):
             switch.disturb(nic, "delay", "5ms")
-        async with serve_source(left, SOURCES, 0, values), serve_target(right, TARGETS, 0, arrays) as target:
+        async with (
+            serve_source(left, SOURCES, 0, values),
+            serve_target(right, TARGETS, 0, arrays, share_memory=False) as target,
+        ):
             controller = Controller(own, [left.address], [right.address])
             for version in range(1, 4):
                 for number, array in enumerate(values.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import anyio
@@ -36,7 +37,7 @@ def carried(engine: aiote.Engine) -> int:
 @pytest.mark.parametrize("how", ["shared", "refused by the target", "refused by the sources", "refused by the kernel"])
 @pytest.mark.parametrize("provider", ["local", "socket", "tcp"])
 async def test_sources_copy_into_the_shadow_or_write_to_it(provider, how, monkeypatch):
-    settings = {"share_memory": False} if how == "refused by the target" else {}
+    settings = {"share_memory": how != "refused by the target"}
     if how == "refused by the sources":
         monkeypatch.setenv("AIOTE_MAX_MAPPED_BYTES", "0")
     if how == "refused by the kernel":
@@ -103,7 +104,7 @@ async def test_a_source_that_has_mapped_it_meets_no_later_update(change):
 
 
 async def test_memory_stays_from_one_committed_update_to_the_next():
-    async with ranks("local") as made:
+    async with ranks("local", share_memory=True) as made:
         descriptors = []
         for version in (1, 2, 3):
             made.train(version)
@@ -115,7 +116,7 @@ async def test_memory_stays_from_one_committed_update_to_the_next():
 
 async def test_a_source_that_writes_on_and_on_spoils_no_update_of_others():
     """It keeps writing to all that it ever mapped, in updates that fail, while others bring the versions."""
-    async with ranks("local", controllers=lambda _: True) as made, opened("local") as engine:
+    async with ranks("local", share_memory=True, controllers=lambda _: True) as made, opened("local") as engine:
         mapped: list[np.ndarray] = []
         over = threading.Event()
 
@@ -123,6 +124,8 @@ async def test_a_source_that_writes_on_and_on_spoils_no_update_of_others():
             while not over.is_set():
                 for memory in tuple(mapped):
                     memory[:] = 9
+                # This thread is to take no processor from the loop.
+                time.sleep(0.0005)
 
         thread = threading.Thread(target=spoil)
         thread.start()
