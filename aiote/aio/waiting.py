@@ -56,9 +56,6 @@ async def poll_until(loop: EventLoop, condition: Callable[[], bool], seconds: fl
 
     Use this for a condition without a wake-up.
     """
-    # Mostly it holds at once: then no scope is made, which costs more than the rest of closing a region.
-    if condition():
-        return True
     return await wait_shielded(loop, condition, lambda: anyio.sleep(POLL_S), seconds)
 
 
@@ -70,6 +67,9 @@ async def wait_shielded(
     `wait` must return whenever the condition may have become true. Ctrl-C is raised once the condition holds; it is
     dropped if the time runs out first.
     """
+    # It often holds at once. A scope would cost more than the rest of closing a region.
+    if condition():
+        return True
     scope = anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True)
     interruption: BaseException | None = None
     try:

@@ -22,6 +22,7 @@ from ..errors import UsageError
 __all__ = [
     "INLINE_BYTES",
     "LONG_BODY",
+    "LONG_ITEM",
     "array_of",
     "check_dtype",
     "decode",
@@ -38,6 +39,8 @@ LONG_ARRAYS = 2 << 20
 """Longer bodies and arrays are decoded in a thread. Copying a MiB of arrays takes 0.1 to 0.3 ms, and a thread adds 0.5.
 But a body of 64 KiB may hold 10,000 empty arrays, which take tens of milliseconds.
 """
+LONG_ITEM = 1 << 20
+"""The same for the arrays of a stream's item: items are decoded when they arrive, up to 128 in a turn of the loop."""
 MAX_DIMENSIONS = 32
 DTYPES = {numpy.dtype(code).str: numpy.dtype(numpy.dtype(code).str) for code in "?bBhHiIqQefdgFDG"}
 """The dtypes that may travel, by their texts. Texts from other processes are looked up here and never passed to
@@ -166,10 +169,13 @@ def decode(
         _arrays.take = None
 
 
-def takes_long(body: bytes, pieces: Sequence[tuple[int, int, int]], outside: bool) -> bool:
-    """Return whether a value is to be decoded in a thread. `outside`: the last piece is its body."""
+def takes_long(body: bytes, pieces: Sequence[tuple[int, int, int]], outside: bool, arrays: int = LONG_ARRAYS) -> bool:
+    """Return whether a value is to be decoded in a thread: from `arrays` bytes of arrays on, or for a long body.
+
+    `outside`: the last piece is its body.
+    """
     if not pieces:
         return len(body) >= LONG_BODY
     if outside and pieces[-1][2] >= LONG_BODY:
         return True
-    return len(body) >= LONG_BODY or sum([piece[2] for piece in pieces]) >= LONG_ARRAYS
+    return len(body) >= LONG_BODY or sum([piece[2] for piece in pieces]) >= arrays

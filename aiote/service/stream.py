@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..aio import Waiter
 from ..core.address import Address
 from ..errors import UsageError
-from .codec import takes_long
+from .codec import LONG_ITEM, takes_long
 from .definition import Method
 from .errors import CallError, CallLostError, RemoteError
 from .exchange import UnderWay, failure
@@ -90,7 +90,7 @@ class IncomingStream(UnderWay):
             self.link.free_pieces(frame.pieces)
             return
         sizes = self._count(frame, limits.stream_bytes)
-        if len(frame.bodies) == 1 and takes_long(frame.bodies[0], frame.pieces, frame.outside):
+        if len(frame.bodies) == 1 and takes_long(frame.bodies[0], frame.pieces, frame.outside, LONG_ITEM):
             self._decoding[frame.first] = frame, sizes[0]
             if len(self._decoding) == 1:
                 self._decode_next()

@@ -1,7 +1,7 @@
 """Shared memory of targets on this host, which a source maps and copies into: one copy, and no ring between.
 
 A target hands such memory to the sources of its host (`shadow`). A source keeps a mapping from update to update, as
-long as the target describes the same memory. This module must not know how the weights are planned.
+long as the target describes the same memory. A wrong description leads to no other memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import anyio
 import numpy as np
 
 import aiote
@@ -17,7 +18,7 @@ from ..core.gpu_arrays import GpuArray
 from .copies import Copy
 from .protocol import Numbers, WriteTarget
 from .rank_memory import Bytes, RankArrays, in_thread
-from .remote import Names
+from .remote import Names, Places
 from .writes import Straight, move
 
 __all__ = ["MappedBatch", "MappedTensors", "Mappings"]
@@ -26,20 +27,19 @@ BATCH_BYTES = 16 << 20
 """A batch is copied when it has this many bytes, which take a core some milliseconds; a thread costs half of one."""
 BATCH_ROWS = 4096
 """A batch is also copied when it has this many rows, which take a thread some milliseconds besides their bytes."""
+MAP_S = 1.0
+"""How long a target may take to hand its memory over. One that takes longer is written to over rails."""
 
 
 class MappedTensors:
     """The tensors of a target in its shared memory, at the places that the target itself describes."""
 
     def __init__(self, memory: Bytes, places: Numbers, names: Names) -> None:
-        if places.shape != (len(names), 2):
-            raise aiote.UsageError(f"expected the places of {len(names)} tensors, got {places.shape}")
-        self._memory, self._names = memory, names
-        self._places: list[list[int]] = places.tolist()
+        self._memory, self._places = memory, Places(places, names)
 
     def tensor(self, name: str) -> Bytes:
         """Return the memory from a tensor's first byte on. Raises UsageError for an invalid description."""
-        number, offset = self._places[self._names[name]]
+        number, offset = self._places.find(name)
         if number or offset > self._memory.nbytes:
             raise aiote.UsageError(
                 f"{name} begins at byte {offset} of region {number}, outside of the {self._memory.nbytes} bytes of "
@@ -47,7 +47,7 @@ class MappedTensors:
             )
         return self._memory[offset:]
 
-    def copy(self, copy: Copy, itemsize: int, source: Bytes) -> None:
+    def carry_out(self, copy: Copy, itemsize: int, source: Bytes) -> None:
         """Carry out a copy of a plan; its offsets count from the beginning of `source` and of its target tensor.
 
         Raises UsageError for an invalid description.
@@ -99,10 +99,7 @@ class Mappings:
         self._known: dict[str, aiote.SharedMemory] = {}
 
     async def find(self, to: WriteTarget, places: Numbers, names: Names) -> MappedTensors | None:
-        """Return the tensors of a target that shares its memory with this rank, or None: then rails reach it.
-
-        Raises UsageError for impossible places.
-        """
+        """Return the tensors of a target that shares its memory with this rank, or None: then rails reach it."""
         for address, known in tuple(self._known.items()):
             replaced = address == to.address and known.descriptor != to.shared
             if replaced or self._engine.find_peer(known.owner) is None:
@@ -111,14 +108,21 @@ class Mappings:
         if not to.shared or not self._usable:
             return None
         if to.address not in self._known:
-            try:
-                made = await self._engine.map_memory(to.shared, owner=aiote.Address.parse(to.address))
-            except (aiote.UsageError, aiote.PeerError, aiote.FabricError):
-                # It is on another host, did not name this rank, or may map no more here: the lease serves as well.
+            made = await self._map(to)
+            if made is None:
                 return None
             if self._known.setdefault(to.address, made) is not made:
                 made.close()
         return MappedTensors(np.frombuffer(self._known[to.address].view, np.uint8), places, names)
+
+    async def _map(self, to: WriteTarget) -> aiote.SharedMemory | None:
+        with anyio.move_on_after(MAP_S):
+            try:
+                return await self._engine.map_memory(to.shared, owner=aiote.Address.parse(to.address))
+            except (aiote.UsageError, aiote.PeerError, aiote.FabricError):
+                # It is on another host, did not name this rank, or may map no more here: the lease serves as well.
+                return None
+        return None
 
     def close(self) -> None:
         """Unmap everything. Idempotent."""

@@ -65,7 +65,7 @@ RankNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
-SharedText: TypeAlias = Annotated[bytes, Meta(max_length=1024)]
+MemoryDescriptor: TypeAlias = Annotated[bytes, Meta(max_length=1024)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=8192)]
 MOST_RANKS = 1 << 16
 Reasons: TypeAlias = Annotated[dict[RankNumber, Reason], Meta(max_length=MOST_RANKS)]
@@ -190,7 +190,7 @@ class Step(msgspec.Struct, frozen=True):
     imms: Annotated[list[Immediate], Meta(max_length=MOST_RANKS)] = []
     lent: Descriptors | None = None
     places: Numbers | None = None
-    shared: SharedText = b""
+    shared: MemoryDescriptor = b""
 
 
 class WriteTarget(msgspec.Struct, frozen=True):
@@ -206,7 +206,7 @@ class WriteTarget(msgspec.Struct, frozen=True):
     regions: Descriptors
     known: Digest
     places: Numbers | None
-    shared: SharedText = b""
+    shared: MemoryDescriptor = b""
 
 
 class Sent(msgspec.Struct, frozen=True):

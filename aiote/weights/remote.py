@@ -12,10 +12,30 @@ import aiote
 
 from .protocol import Descriptors, Numbers
 
-__all__ = ["Names", "RemoteTensors"]
+__all__ = ["Names", "Places", "RemoteTensors"]
 
 Names = Mapping[str, int]
 """The number of each of a rank's tensors, by name, in the order of its layout."""
+
+
+class Places:
+    """Where a rank's tensors lie, as the rank describes it: a region's number and an offset for each tensor."""
+
+    def __init__(self, places: Numbers, names: Names) -> None:
+        self._places, self._names = places, names
+        self._found: list[list[int]] | None = None
+
+    def find(self, name: str) -> tuple[int, int]:
+        """Return the number of a tensor's region, and its first byte there. Raises UsageError if others are described.
+
+        Whether there is such a region, and such a byte in it, is for the caller to check.
+        """
+        if self._found is None:
+            if self._places.shape != (len(self._names), 2):
+                raise aiote.UsageError(f"expected the places of {len(self._names)} tensors, got {self._places.shape}")
+            self._found = self._places.tolist()
+        number, offset = self._found[self._names[name]]
+        return number, offset
 
 
 class RemoteTensors:
@@ -30,10 +50,9 @@ class RemoteTensors:
         names: Names,
         access: Literal["read", "write"],
     ) -> None:
-        self._engine, self._names, self._places = engine, names, places
+        self._engine, self._places = engine, Places(places, names)
         self.owner = aiote.Address.parse(address)
         self._regions, self._access = regions, access
-        self._found: list[list[int]] | None = None
         self._checked = False
         self._attached: dict[int, aiote.RemoteRegion] = {}
 
@@ -51,11 +70,7 @@ class RemoteTensors:
         return remote[offset + first : offset + first + nbytes]
 
     def _place(self, name: str) -> tuple[aiote.RemoteRegion, int]:
-        if self._found is None:
-            if self._places.shape != (len(self._names), 2):
-                raise aiote.UsageError(f"expected the places of {len(self._names)} tensors, got {self._places.shape}")
-            self._found = self._places.tolist()
-        number, offset = self._found[self._names[name]]
+        number, offset = self._places.find(name)
         remote = self._attached[number] if number in self._attached else self._attach(number)
         if offset > remote.nbytes:
             raise aiote.UsageError(f"{name} begins at byte {offset}, outside of the lent {remote.nbytes} bytes")

@@ -74,15 +74,20 @@ class UpdateSender:
 
     async def _map(self) -> None:
         """Map the memory of the targets of this host that share it; rows for all others go over rails."""
-        for rank, (to, remote) in self._destinations.items():
-            self._batches[rank] = RowBatch(remote)
-            try:
-                found = await self.source.mappings.find(to, self._places(to), self.source.names[rank])
-            except UNTRUE as error:
-                self.failed[rank] = str(error)
-                continue
-            if found is not None:
-                self._mapped[rank], self._batches[rank] = found, MappedBatch(found)
+        async with anyio.create_task_group() as group:
+            for to, _ in self._destinations.values():
+                group.start_soon(self._map_one, to)
+        for rank, (_, remote) in self._destinations.items():
+            self._batches[rank] = MappedBatch(self._mapped[rank]) if rank in self._mapped else RowBatch(remote)
+
+    async def _map_one(self, to: WriteTarget) -> None:
+        try:
+            found = await self.source.mappings.find(to, self._places(to), self.source.names[to.rank])
+        except UNTRUE as error:
+            self.failed[to.rank] = str(error)
+            return
+        if found is not None:
+            self._mapped[to.rank] = found
 
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of this source's part."""
@@ -164,7 +169,8 @@ class UpdateSender:
         """Write straight out of the weights. Short rows are packed into staging memory first."""
         memory, name = self.source.weights, write.copy.source
         size = ITEMSIZE[self.source.layout.tensors[name].dtype]
-        write = write._replace(ranks=await self._move(write, size, memory.bytes_of(name) if self._mapped else None))
+        if self._mapped:
+            write = await self._copy_to_mapped(write, size, memory.bytes_of(name))
         if not write.ranks:
             return
         both = packed(write.copy, size)
@@ -213,8 +219,9 @@ class UpdateSender:
             for write in task.writes:
                 start, nbytes = parts[write.copy.target]
                 size = ITEMSIZE[self.plan.targets.tensors[write.copy.target].dtype]
-                far = await self._move(write, size, memory[start : start + nbytes])
-                await self._write(far, write.copy, size, region[start : start + nbytes])
+                rest = await self._copy_to_mapped(write, size, memory[start : start + nbytes])
+                if rest.ranks:
+                    await self._write(rest.ranks, rest.copy, size, region[start : start + nbytes])
 
     async def _read_own(self, task: Task, staged: Bytes) -> None:
         own = [read.copy for read in task.reads if read.rank == self.source.rank]
@@ -270,22 +277,20 @@ class UpdateSender:
                 for _ in range(min(READS, len(rows.source))):
                     group.start_soon(read_some)
 
-    async def _move(self, write: Write, size: int, source: Bytes | None) -> tuple[int, ...]:
-        """Copy to the targets whose memory is mapped; return the ranks of the others."""
+    async def _copy_to_mapped(self, write: Write, size: int, source: Bytes) -> Write:
+        """Copy to the targets whose memory is mapped; return the write to the others."""
+        nbytes = write.copy.elements * size
         for rank in write.ranks:
-            if source is None or rank not in self._mapped or rank in self.failed:
+            if rank not in self._mapped or rank in self.failed:
                 continue
             try:
-                copy, nbytes = self._mapped[rank].copy, write.copy.elements * size
-                await in_thread(nbytes, functools.partial(copy, write.copy, size, source))
+                await in_thread(nbytes, functools.partial(self._mapped[rank].carry_out, write.copy, size, source))
                 self.written += nbytes
             except UNTRUE as error:
                 self.failed[rank] = str(error)
-        return tuple(rank for rank in write.ranks if rank not in self._mapped)
+        return write._replace(ranks=tuple(rank for rank in write.ranks if rank not in self._mapped))
 
     async def _write(self, ranks: Sequence[int], copy: Copy, size: int, region: aiote.Region) -> None:
-        if not ranks:
-            return
         for part in parts_of(copy, self._most):
             rows = await in_thread(runs_of(part) * ROW_BYTES, functools.partial(rows_of, part, size))
             if len(ranks) == 1:

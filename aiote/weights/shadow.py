@@ -9,7 +9,7 @@ than before. Within an update every source may write to all of the shadow, by a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import anyio
 import numpy as np
@@ -23,6 +23,8 @@ __all__ = ["Shadow"]
 
 CONNECT_S = 1.0
 """How long an update waits until it is connected to the sources of this host; others are reached by leases."""
+MOST_CONNECTED = 64
+"""To how many sources an update connects at most. A source that writes connects itself, so the next update knows it."""
 
 
 class Shadow:
@@ -36,8 +38,7 @@ class Shadow:
         self.nbytes = self.arrays.nbytes
         self._memory: aiote.SharedMemory | None = None
         self._sharers: frozenset[aiote.Address] | None = frozenset()
-        self.stale = False
-        """Whether an update writes to it, or has failed after it may have written to it."""
+        self._stale = False  # whether an update writes to it, or failed after it may have written to it
         weights.copy_to(self.arrays)
 
     @property
@@ -48,15 +49,21 @@ class Shadow:
     async def prepare(self, sources: Sequence[str]) -> None:
         """Bring it to the state of the weights for an update of these sources, and share it with those of this host.
 
-        A cancellation takes effect afterwards. Raises FabricError if the memory cannot be registered.
+        From then on it counts as written to, until `install`. A cancellation takes effect afterwards. Raises
+        FabricError if the memory cannot be registered.
         """
         sharers = await self._on_this_host(sources) if self._shares else frozenset()
-        if sharers != self._sharers or (self.stale and self._memory is not None):
+        if sharers != self._sharers or (self._stale and self._memory is not None):
             await run_shielded(functools.partial(self._replace, sharers))
-        elif self.stale:
+        elif self._stale:
             copy = functools.partial(self._weights.copy_to, self.arrays)
             await run_shielded(functools.partial(in_thread, self.nbytes, copy))
-        self.stale = False
+        self._stale = True
+
+    async def install(self, names: Iterable[str]) -> None:
+        """Copy these tensors into the weights. After an interruption, call it again."""
+        await in_thread(self.nbytes, functools.partial(self.arrays.copy_to, self._weights, names))
+        self._stale = False
 
     async def close(self) -> None:
         """End the registration and release the memory. Idempotent."""
@@ -74,14 +81,15 @@ class Shadow:
             try:
                 await self._engine.connect(address)
             except aiote.AioteError:
-                # Its part of the update fails, or does not, over a connection that the source itself makes.
+                # The source connects itself when it writes; its part of the update succeeds or fails there.
                 return
 
+        here = self._engine.address.host
+        unknown = [one for one in addresses if one.host == here and self._engine.find_peer(one) is None]
         with anyio.move_on_after(CONNECT_S):
             async with anyio.create_task_group() as group:
-                for address in addresses:
-                    if address.host == self._engine.address.host and self._engine.find_peer(address) is None:
-                        group.start_soon(connect, address)
+                for address in unknown[:MOST_CONNECTED]:
+                    group.start_soon(connect, address)
         peers = map(self._engine.find_peer, addresses)
         return frozenset(one.address for one in peers if one is not None and one.shares_memory)
 

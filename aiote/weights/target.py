@@ -8,8 +8,8 @@
 
 With `shadow`, a commit copies only the tensors that the update writes; all other tensors belong to the program.
 
-No code of the rank runs while bytes arrive. The rank lends memory by leases, for one update. After an update is
-aborted, its sources cannot write any more, whatever they do.
+No code of the rank runs while bytes arrive. The rank lends memory by leases, for one update, and a shadow also as
+shared memory. After an update is aborted, its sources write to nothing that the rank uses, whatever they do.
 """
 
 from __future__ import annotations
@@ -183,10 +183,8 @@ class Target:
 
         async def swap() -> None:
             if self.shadow is not None:
-                # An interruption makes `run_shielded` call this again. No source writes any more: all have committed.
-                copy = functools.partial(self.written.copy_to, self.weights, names)
-                await in_thread(self.weights.nbytes, copy)
-                self.shadow.stale = False
+                # An interruption makes `run_shielded` call this again. Sources have ended: the result is the same.
+                await self.shadow.install(names)
             # Only a commit raises the epoch, so a controller that begins an update and leaves does not keep others out.
             self.update, self.epoch = update, update.epoch
             self.change("ready")
@@ -281,7 +279,7 @@ class _ServedTarget(TargetService):
             shared = b""
             if target.shadow is not None:
                 await target.shadow.prepare(order.sources)
-                target.shadow.stale, shared = True, target.shadow.descriptor
+                shared = target.shadow.descriptor
             lent = _lease_regions(target, order.sources, written, leases)
             if target.shadow is None:
                 target.change("updating")
@@ -404,4 +402,4 @@ async def serve_target(
             yield target
     finally:
         target.end()
-        await run_shielded(target.written.close if target.shadow is None else target.shadow.close)
+        await run_shielded((target.shadow or target.weights).close)

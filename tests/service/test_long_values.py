@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import aiote
 from aiote import service
 from aiote.service import codec, endpoint, link, running
-from aiote.service.codec import LONG_ARRAYS, LONG_BODY
+from aiote.service.codec import LONG_ARRAYS, LONG_BODY, LONG_ITEM
 from aiote.service.endpoint import TURN, TURN_BYTES, CallEndpoint
 from aiote.service.frames import CallFrame, Cancel, End, HelloFrame, pack, unpack
 from engines import opened, pair, until
@@ -49,6 +49,11 @@ class Items(service.Service):
     async def items(self, counts: list[int]) -> AsyncIterator[list[int]]:
         for count in counts:
             yield [len(counts)] * count
+
+    @service.method
+    async def arrays(self, sizes: list[int]) -> AsyncIterator[NDArray[numpy.uint8]]:
+        for size in sizes:
+            yield numpy.ones(size, numpy.uint8)
 
 
 @pytest.fixture
@@ -127,6 +132,16 @@ async def test_long_items_come_in_their_order_and_before_the_end(decoded):
         (one,) = CallEndpoint.of(here)._links.values()
         assert not one._held_bytes
     assert max(decoded[True]) < LONG_BODY
+
+
+@pytest.mark.anyio
+async def test_items_with_large_arrays_are_decoded_in_a_thread(decoded):
+    """Those of many streams may arrive in one turn of the loop, so they are long sooner than other values."""
+    sizes = [LONG_ITEM // 2, LONG_ITEM, 5, LONG_ITEM]
+    async with pair("sim") as (here, there), service.serve(there, Items()):
+        client = service.client(here, there.address, Items)
+        assert [len(item) async for item in client.arrays(sizes)] == sizes
+    assert len(decoded[False]) == 2
 
 
 @pytest.mark.anyio

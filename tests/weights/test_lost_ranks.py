@@ -230,7 +230,7 @@ def test_a_commit_leaves_alone_what_the_update_does_not_write():
                 arrays["b"][:] = 8
             # As an update leaves it that was to write it, and failed.
             made.targets[1].written.bytes_of("b")[:] = 3
-            made.targets[1].shadow.stale = True
+            made.targets[1].shadow._stale = True
             await made.controller.update(2)
             for target, arrays in zip(made.targets, made.arrays, strict=True):
                 assert (arrays["b"] == 8).all()

@@ -19,7 +19,7 @@ from aiote.weights.copies import Copy
 from aiote.weights.mapped import MappedTensors
 from aiote.weights.protocol import Step, TargetService, Update, UpdateOrder
 from aiote.weights.rank_memory import RankArrays
-from aiote.weights.shadow import Shadow
+from aiote.weights.shadow import MOST_CONNECTED, Shadow
 from engines import opened, pair, until
 from weight_updates import ranks
 
@@ -34,7 +34,10 @@ def carried(engine: aiote.Engine) -> int:
     return sum(engine.statistics().carried)
 
 
-@pytest.mark.parametrize("how", ["shared", "refused by the target", "refused by the sources", "refused by the kernel"])
+@pytest.mark.parametrize(
+    "how",
+    ["shared", "refused by the target", "refused by the sources", "refused by the kernel", "the target is silent"],
+)
 @pytest.mark.parametrize("provider", ["local", "socket", "tcp"])
 async def test_sources_copy_into_the_shadow_or_write_to_it(provider, how, monkeypatch):
     settings = {"share_memory": how != "refused by the target"}
@@ -42,6 +45,8 @@ async def test_sources_copy_into_the_shadow_or_write_to_it(provider, how, monkey
         monkeypatch.setenv("AIOTE_MAX_MAPPED_BYTES", "0")
     if how == "refused by the kernel":
         monkeypatch.setattr(aiote.Engine, "share_memory", no_memory)
+    if how == "the target is silent":
+        monkeypatch.setattr(aiote.Engine, "map_memory", no_answer)
     async with ranks(provider, **settings) as made:
         made.train(1)
         await made.controller.update(1)
@@ -58,6 +63,10 @@ async def test_sources_copy_into_the_shadow_or_write_to_it(provider, how, monkey
 
 async def no_memory(*_arguments: Any) -> Any:
     raise aiote.FabricError(12, "there is none", operation="share memory")
+
+
+async def no_answer(*_arguments: Any, **_named: Any) -> Any:
+    await anyio.sleep_forever()
 
 
 class Holder:
@@ -78,8 +87,12 @@ class Holder:
         return np.frombuffer((await self.engine.map_memory(lent.shared)).view, np.uint8)
 
 
-@pytest.mark.parametrize("change", ["failed", "another source", "a source less"])
-async def test_a_source_that_has_mapped_it_meets_no_later_update(change):
+async def test_a_source_that_has_mapped_it_meets_no_later_update():
+    for change in ("failed", "another source", "a source less"):
+        await meets_no_later_update(change)
+
+
+async def meets_no_later_update(change: str) -> None:
     memory = {"a": np.full(COUNT, 1, np.uint8), "b": np.full(COUNT, 2, np.uint8)}
     async with pair("local") as (engine, rank), opened("local") as other:
         async with serve_target(rank, LAYOUT, 0, memory) as target:
@@ -90,7 +103,7 @@ async def test_a_source_that_has_mapped_it_meets_no_later_update(change):
             await until(lambda: target.current is None)
             if change != "failed":
                 # As after a commit, without one: what was written counts.
-                target.shadow.stale = False
+                target.shadow._stale = False
             stream, again = await holder.begin(2, *([other] if change == "another source" else []))
             assert again.shared
             assert again.shared != lent.shared
@@ -166,6 +179,39 @@ async def test_a_cancelled_preparation_loses_nothing(ticks):
         assert not rank._links.sharing._own
 
 
+async def test_an_update_connects_to_some_sources_of_its_host_alone(monkeypatch):
+    weights = RankArrays(LAYOUT, 0, {"a": np.zeros(COUNT, np.uint8), "b": np.zeros(COUNT, np.uint8)})
+    asked = []
+    async with opened("local") as rank:
+
+        async def connect(address: aiote.Address) -> None:
+            asked.append(address)
+            raise aiote.PeerError(str(address), "it refuses")
+
+        monkeypatch.setattr(rank, "connect", connect)
+        shadow = Shadow(rank, weights, shares=True)
+        here = [f"aiote://{rank.address.host}:{port}/{'1' * 32}.{'1' * 16}" for port in range(1, MOST_CONNECTED + 20)]
+        elsewhere = [f"aiote://192.0.2.1:{port}/{'1' * 32}.{'1' * 16}" for port in range(1, 20)]
+        await shadow.prepare([*elsewhere, *here])
+        assert {str(one) for one in asked} == set(here[:MOST_CONNECTED])
+        assert not shadow.descriptor
+        await shadow.close()
+
+
+async def test_a_cancelled_update_leaves_nothing_for_the_next():
+    async with ranks("local", share_memory=True) as made:
+        for version in range(2, 62, 2):
+            made.train(version)
+            async with anyio.create_task_group() as group:
+                group.start_soon(made.controller.update, version)
+                for _ in range(4 * version):
+                    await anyio.lowlevel.checkpoint()
+                group.cancel_scope.cancel()
+            made.train(version + 1)
+            assert (await made.controller.update(version + 1)).committed == [""]
+            made.check(version + 1)
+
+
 numbers = st.integers(0, 80)
 
 
@@ -179,7 +225,7 @@ def test_no_description_leads_out_of_the_shared_memory(place, sides, size):
     copy = Copy("x", "a", shape, 0, here, place, strides)
     last = place + (place + sum((extent - 1) * stride for extent, stride in sides) + 1) * size
     try:
-        mapped.copy(copy, size, dense)
+        mapped.carry_out(copy, size, dense)
     except aiote.UsageError:
         assert last > 256
     else:
@@ -189,7 +235,8 @@ def test_no_description_leads_out_of_the_shared_memory(place, sides, size):
     assert not whole[320:].any()
 
 
-@pytest.mark.parametrize("places", [[[1, 0]], [[0, 257]], [[0, 2**63]], [[0, 0], [0, 0]]])
-def test_places_outside_of_the_shared_memory_are_refused(places):
-    with pytest.raises(aiote.UsageError, match="outside of the 256 bytes|expected the places"):
-        MappedTensors(np.zeros(256, np.uint8), np.array(places, np.uint64), {"a": 0}).tensor("a")
+def test_places_outside_of_the_shared_memory_are_refused():
+    for places in ([[1, 0]], [[0, 257]], [[0, 2**63]], [[0, 0], [0, 0]]):
+        mapped = MappedTensors(np.zeros(256, np.uint8), np.array(places, np.uint64), {"a": 0})
+        with pytest.raises(aiote.UsageError, match="outside of the 256 bytes|expected the places"):
+            mapped.tensor("a")
