@@ -3,9 +3,9 @@
 
 The file is sealed against shrinking and growing before anybody else has it, so no access to the mapping can raise
 SIGBUS because it lies behind the end. The file has no name: the kernel frees it with the last process that has it open
-or mapped. The owner allocates all pages at once, so that touching one later allocates nothing. No seal of writable
-memory keeps a peer from punching holes: the next touch there allocates a page again, and where there is none left, the
-kernel ends the process, under strict overcommit (vm.overcommit_memory=2) with SIGBUS.
+or mapped. The owner allocates all pages at once, so that touching one later allocates nothing, unless it asks for pages
+on demand. No seal of writable memory keeps a peer from punching holes: the next touch there allocates a page again, and
+where there is none left, the kernel ends the process, under strict overcommit (vm.overcommit_memory=2) with SIGBUS.
 """
 
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -73,9 +73,11 @@ cdef class SharedPages:
         self.memory_fd = -1
         self.closed = True
 
-    def __init__(self, size_t nbytes):
-        """Allocate pages of zeros. Raises StatusError, and ValueError for no bytes."""
-        cdef int fd, code
+    def __init__(self, size_t nbytes, bint reserve=True):
+        """Allocate pages of zeros; without `reserve`, each when it is first touched. Raises StatusError, and ValueError
+        for no bytes.
+        """
+        cdef int fd, code = 0
         if self.pages != NULL or self.memory_fd >= 0:
             raise RuntimeError("the pages are mapped already")
         if nbytes == 0:
@@ -85,8 +87,9 @@ cdef class SharedPages:
         self.memory_fd = fd
         try:
             check(-errno if ftruncate(fd, nbytes) else 0, "ftruncate(shared)")
-            with nogil:
-                code = allocate(fd, nbytes)
+            if reserve:
+                with nogil:
+                    code = allocate(fd, nbytes)
             check(-code, "posix_fallocate(shared)")
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             self.map(fd, nbytes)

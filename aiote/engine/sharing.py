@@ -19,15 +19,20 @@ class SharingVerbs:
 
     _links: ConnectionTable
 
-    async def share_memory(self, nbytes: int, peers: Iterable[Peer | Address | str]) -> SharedMemory:
+    async def share_memory(
+        self, nbytes: int, peers: Iterable[Peer | Address | str], *, reserve: bool = True
+    ) -> SharedMemory:
         """Allocate zeroed memory of `nbytes` bytes, which the named peers may map with `map_memory`.
 
-        The kernel allocates all pages here, and no process can shrink or grow the memory. A peer may map it at any time
-        until it or this engine is closed, and may then change its bytes for as long as the peer lives. No file is left
-        behind when the processes end, however they end. An address must have the identity of its engine. Cancelling
-        leaves no memory. Raises UsageError, ClosedError, FabricError when the kernel has no memory.
+        The kernel allocates all pages here, and no process can shrink or grow the memory. With `reserve=False` it
+        allocates each page when a process first touches it; if no page is left then, it ends that process, as with any
+        memory. Under strict overcommit (vm.overcommit_memory=2) all pages are allocated here in any case. A peer may
+        map the memory at any time until it or this engine is closed, and may then change its bytes for as long as the
+        peer lives. No file is left behind when the processes end, however they end. An address must have the identity
+        of its engine. Cancelling leaves no memory. Raises UsageError, ClosedError, FabricError when the kernel has no
+        memory.
         """
-        return await self._links.sharing.share(nbytes, peers)
+        return await self._links.sharing.share(nbytes, peers, reserve)
 
     async def map_memory(
         self, descriptor: bytes | bytearray | memoryview, *, owner: Peer | Address | None = None

@@ -100,7 +100,7 @@ class Sharing:
         """Raise UsageError if the caller runs in another event loop than the engine's."""
         self._runtime.require_here()
 
-    async def share(self, nbytes: int, peers: Iterable[Peer | Address | str]) -> SharedMemory:
+    async def share(self, nbytes: int, peers: Iterable[Peer | Address | str], reserve: bool) -> SharedMemory:
         """Allocate memory that peers may map; see `Engine.share_memory`."""
         self._runtime.require_open()
         nbytes = as_integer("share_memory: nbytes", nbytes)
@@ -109,21 +109,21 @@ class Sharing:
         if isinstance(peers, str | bytes | Peer | Address):
             raise UsageError("share_memory: expected a list of peers, got one")
         named = [one_engine(peer, "share_memory") for peer in peers]
-        pages = await self._allocate(nbytes)
+        pages = await self._allocate(nbytes, reserve or commits_strictly())
         number = secrets.randbits(64)
         memory = SharedMemory(self, pages, SharedDescriptor(self._runtime.address, number, nbytes))
         self._own[number] = _Own(memory, pages, {_key(peer): MAX_GRANTS for peer in named})
         return memory
 
-    async def _allocate(self, nbytes: int) -> SharedPages:
-        """Allocate pages, many of them in a thread. Raises FabricError, ClosedError."""
+    async def _allocate(self, nbytes: int, reserve: bool) -> SharedPages:
+        """Allocate memory; many pages that are reserved, in a thread. Raises FabricError, ClosedError."""
         if nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             # The kernel would take all memory of the host before it refuses.
             raise FabricError(errno.ENOMEM, f"{nbytes} bytes are more than this host has", operation=SHARE)
         made: list[SharedPages] = []
         try:
-            if nbytes < IN_THREAD:
-                made.append(SharedPages(nbytes))
+            if nbytes < IN_THREAD or not reserve:
+                made.append(SharedPages(nbytes, reserve))
             else:
                 await in_thread(lambda: made.append(SharedPages(nbytes)))
             self._runtime.require_open()
@@ -266,6 +266,15 @@ def _mapped(connection: Connection, descriptor: int, nbytes: int) -> SharedPages
         raise PeerError(connection.name, str(error), operation=MAP) from error
     except OSError as error:
         raise FabricError(error.errno or 0, error.strerror or str(error), operation=MAP) from error
+
+
+def commits_strictly(path: str = "/proc/sys/vm/overcommit_memory") -> bool:
+    """Return whether the kernel may refuse a page of shared memory when it is first touched, with SIGBUS."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read().strip() not in ("0", "1")
+    except OSError:
+        return True
 
 
 def _key(address: Address) -> Key:

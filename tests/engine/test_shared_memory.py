@@ -49,6 +49,36 @@ async def test_both_sides_see_the_stores_of_the_other(provider):
         assert mappings() == 0
 
 
+def allocated(memory: aiote.SharedMemory) -> int:
+    """Return the bytes that the kernel has allocated for shared memory."""
+    return os.fstat(memory._pages.descriptor).st_blocks * 512
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+async def test_pages_are_allocated_at_once_or_when_they_are_touched(reserve):
+    async with linked("local") as (owner, user):
+        memory = await owner.share_memory(64 << 20, [user.address], reserve=reserve)
+        assert allocated(memory) == (64 << 20 if reserve else 0)
+        mapped = await user.map_memory(memory.descriptor)
+        mapped.view[5 << 20] = 1
+        assert memory.view[5 << 20] == 1
+        assert 0 < allocated(memory) <= 64 << 20
+        assert reserve or allocated(memory) < 4 << 20
+
+
+async def test_where_the_kernel_may_refuse_a_page_all_are_allocated_at_once(monkeypatch, tmp_path):
+    """A refused page would be a SIGBUS."""
+    told, commits_strictly = tmp_path / "overcommit_memory", sharing.commits_strictly
+    async with opened("local") as owner:
+        for setting, strict in ((None, True), ("0\n", False), ("1\n", False), ("2\n", True)):
+            if setting is not None:
+                told.write_text(setting)
+            assert commits_strictly(str(told)) == strict
+            monkeypatch.setattr(sharing, "commits_strictly", lambda strict=strict: strict)
+            memory = await owner.share_memory(1 << 20, [], reserve=False)
+            assert allocated(memory) == (1 << 20 if strict else 0)
+
+
 async def test_the_memory_of_an_engine_is_one_and_that_of_two_calls_is_two():
     async with linked("local") as (owner, user), opened("local") as third:
         first, second = [await owner.share_memory(SIZE, [user.address, third.address]) for _ in range(2)]
