@@ -193,6 +193,25 @@ def copy_runs(uint8_t[:, :] to, const uint8_t[:, :] source, const int64_t[:, :] 
                        nbytes)
 
 
+def copy_rows(uint8_t[:, :] to, const uint8_t[:, :] source, const int64_t[::1] there, const int64_t[::1] here,
+              int64_t nbytes):
+    """Copy the first `nbytes` of row `here[i]` to row `there[i]`, for each i. All stores are done when this returns.
+
+    Raises IndexError, before the first copy, for a row that does not exist or is shorter: `to` may be memory of another
+    process.
+    """
+    cdef Py_ssize_t i
+    cdef bint inside = there.shape[0] == here.shape[0] and 0 <= nbytes <= min(to.shape[1], source.shape[1])
+    with nogil:
+        for i in range(there.shape[0] if inside else 0):
+            inside = inside and 0 <= there[i] < to.shape[0] and 0 <= here[i] < source.shape[0]
+        if inside:
+            for i in range(there.shape[0]):
+                memcpy(&to[0, 0] + there[i] * to.strides[0], &source[0, 0] + here[i] * source.strides[0], nbytes)
+    if not inside:
+        raise IndexError("copy_rows: a row lies outside of its memory")
+
+
 def unfold(uint8_t[:, :] to, const uint8_t[:, :] source, int64_t nbytes, const int32_t[:, :] ids, int64_t first,
            const int64_t[:] base, const int64_t[:] room, int32_t[:, :] places, int64_t[::1] seen):
     """Copy each line of `source` to the places of the experts that it is for: `ids` (copies, k), among all ranks'

@@ -126,21 +126,25 @@ class Batch:
         sizes, plan = self._sizes, self._plan
         placed = self._memory.on_host(self._memory.placed)
         found = np.full((len(placed), 3), -1, np.int32)
-        tokens = placed[:, sizes.token_at : sizes.ids_at].copy().view(np.int32)[:, 0]
-        ids = placed[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
+        # Read the rows alone: a read of shared memory that was never touched allocates a page.
         for source in range(sizes.ranks):
             if sizes.whole:
                 first, count = source * sizes.config.tokens, int(plan.sent[source, plan.me])
                 found[first : first + count] = source, 0, 0
-                found[first : first + count, 1] = tokens[first : first + count]
+                found[first : first + count, 1] = self._numbers_of(placed[first : first + count])[:, 0]
                 continue
             for expert in np.flatnonzero(plan.kept[source, plan.me]).tolist():
                 first = int(plan.base[plan.me, expert] + plan.before[source, plan.me, expert])
                 chosen = slice(first, first + int(plan.kept[source, plan.me, expert]))
-                named = ids[chosen] == sizes.first_expert_of(plan.me) + expert
-                found[chosen, 0], found[chosen, 1] = source, tokens[chosen]
-                found[chosen, 2] = _slots(named, tokens[chosen])
+                numbers = self._numbers_of(placed[chosen])
+                named = numbers[:, 1:] == sizes.first_expert_of(plan.me) + expert
+                found[chosen, 0], found[chosen, 1] = source, numbers[:, 0]
+                found[chosen, 2] = _slots(named, numbers[:, 0])
         return found[: math.prod(self._leading_shape)].reshape(*self._leading_shape, 3)
+
+    def _numbers_of(self, rows: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """Return the token of each row, and the experts that the token names (rows, 1 + k)."""
+        return rows[:, self._sizes.token_at : self._sizes.weights_at].copy().view(np.int32)
 
 
 def _slots(named: NDArray[np.bool_], tokens: NDArray[np.int32]) -> list[int]:

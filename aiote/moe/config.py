@@ -68,6 +68,8 @@ class MoeConfig:
     needs copies="rank" and rounds twice.
 
     lanes: rounds that may be in flight at once. on_loss: "raise" PeerLostError, or "mask" a lost rank and go on.
+    shared_memory: "auto" lets ranks of one host write rows and results straight into each other's memory, where that is
+    possible; with "off" they use the rails, as ranks of different hosts do.
     """
 
     experts: int
@@ -88,6 +90,7 @@ class MoeConfig:
     reduce: Literal["source", "expert"] = "source"
     lanes: int = 1
     on_loss: Literal["raise", "mask"] = "raise"
+    shared_memory: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         """Check each field, then their combinations. Raises UsageError."""
@@ -134,6 +137,7 @@ def _check_choices(config: MoeConfig) -> None:
         "copies": ("expert", "rank"),
         "reduce": ("source", "expert"),
         "on_loss": ("raise", "mask"),
+        "shared_memory": ("auto", "off"),
     }
     for name, allowed in choices.items():
         value = getattr(config, name)

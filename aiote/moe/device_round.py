@@ -34,7 +34,8 @@ from .device import Bounds, DescribedRound, GpuKernels, KernelArray, Launcher
 from .lane import IDS, Lane
 from .plan import RoundPlan
 from .posting import OutboxWrite
-from .round import DispatchArguments, Round
+from .round import Round
+from .round_parts import DispatchArguments
 from .runs import unfold
 from .states import GroupBrokenError
 from .wire import ANSWER, HEADER, PAYLOAD, ROUTE, Route

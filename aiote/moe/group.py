@@ -24,8 +24,9 @@ from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, NOWHERE, Meeting, MoeServi
 from .lane import Lane
 from .leaving import handle_departure
 from .memory import RankMemory
-from .posting import LeasedInbox, Posting, groups_alone
+from .posting import Posting, attach_inbox, groups_alone
 from .round import Round
+from .sharing import MappedInboxes
 from .states import GroupBrokenError, Membership
 from .statistics import MoeStatistics
 from .wire import MAX_GROUPS
@@ -60,6 +61,7 @@ class MoeGroup:
         self.number, self.sizes = group, Sizes(config, len(members))
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
         self.memory = RankMemory(self.sizes, self.launcher)
+        self.mapped = MappedInboxes(self.sizes, self.memory.map)
         self.posting: Posting | None = None
         self._immediates: EpochImmediates | None = None
         self.service: type[MoeService] = service_of(group)
@@ -123,6 +125,11 @@ class MoeGroup:
     def active(self) -> NDArray[np.bool_]:
         """Which ranks take part (ranks,), including this one."""
         return np.array([self.membership.takes_part(rank) for rank in range(self.sizes.ranks)])
+
+    @property
+    def others(self) -> list[aiote.Address]:
+        """The addresses of the other ranks that take part."""
+        return [self.members[rank] for rank in self.membership.active]
 
     @property
     def epoch(self) -> int:
@@ -251,7 +258,8 @@ class MoeGroup:
             await self._changed.wait()
         assert self._immediates is not None
         self._immediates.allow(rank, caller)
-        return Meeting(self._ready, self.memory.lend(rank, caller.address), self._immediates.first_of(rank))
+        lent, first = self.memory.lend(rank, caller.address), self._immediates.first_of(rank)
+        return Meeting(self._ready, lent, first, await self.memory.describe(rank, caller))
 
     def _is_over(self, rank: int, digest: bytes) -> bool:
         """Return whether a rank has left this group, or may have, and so calls from a later group of this number."""
@@ -303,7 +311,9 @@ class MoeGroup:
     async def _take_back(self) -> None:
         # A rank that asks to meet now waits for the next epoch, because this epoch's rows would get no answers.
         self._ready = 0
+        self.mapped.close()
         await self.memory.take_all_back()
+        await run_shielded(lambda: self.memory.renew(self.others))
 
     async def _enter(self, epoch: int, back: Sequence[int], *, first: bool) -> None:
         """Enter an epoch together with all ranks that take part.
@@ -338,12 +348,12 @@ class MoeGroup:
             lane.open(self._immediates.first_immediates)
 
     async def _attach_inboxes(self, found: dict[int, Meeting]) -> None:
-        inboxes, first_immediates = {}, {}
+        inboxes, first_immediates, parts = {}, {}, self.memory.map.parts(self.rank)
         for rank in self.membership.active:
             if rank in found:
                 try:
                     first_immediates[rank] = found[rank].first_immediate(len(self._lanes))
-                    inboxes[rank] = self._inbox(rank, found[rank].inbox)
+                    inboxes[rank] = attach_inbox(self.engine, self._peers[rank], rank, parts, found[rank].inbox)
                 except aiote.UsageError as error:
                     if self.config.on_loss == "raise":
                         raise
@@ -352,22 +362,11 @@ class MoeGroup:
                 # Begin at a different rail for each pair of ranks, so that together they load each rank's NICs evenly.
                 self._peers[rank].rotate_rails(self.rank + rank)
         connected = {rank: self._peers[rank] for rank in inboxes}  # With on_loss="mask" some may be lost already.
+        if self.memory.may_share:
+            await self.mapped.map(self.engine, connected, {rank: found[rank].shared for rank in inboxes})
         peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, first_immediates, peers, self.lose, alone)
-
-    def _inbox(self, rank: int, descriptors: Sequence[bytes]) -> LeasedInbox:
-        parts, owner = self.memory.map.parts(self.rank), self._peers[rank]
-        try:
-            if len(descriptors) != len(parts):
-                raise aiote.UsageError(f"expected {len(parts)} descriptors, got {len(descriptors)}")
-            regions = [
-                self.engine.attach(one, owner=owner, access="write", nbytes=part.stop - part.start)
-                for one, part in zip(descriptors, parts, strict=True)
-            ]
-        except aiote.UsageError as error:
-            raise aiote.UsageError(f"rank {rank} lent something else than an inbox of its own: {error}") from None
-        return LeasedInbox(parts, regions)
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
         """Ask all ranks that take part for their inboxes, until the group breaks; return the answers by rank.
@@ -492,6 +491,7 @@ class MoeGroup:
             lane.close()
         if self._immediates is not None:
             self._immediates.close()
+        self.mapped.close()
         if not self.engine.closed:
             await self.memory.take_all_back()
         await self.memory.close()

@@ -49,12 +49,14 @@ COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
 
 class Meeting(msgspec.Struct, frozen=True):
     """A rank's answer to a caller: the epoch that the rank is in, the descriptors of the parts of its inbox that the
-    caller may write to (`memory.LaneMap.parts`), and the first of the immediates that the caller writes with.
+    caller may write to (`memory.LaneMap.parts`), the first of the immediates that the caller writes with, and, for a
+    caller of the same host, the descriptor of the shared memory that the inbox lies in, or nothing.
     """
 
     epoch: Epoch
     inbox: Annotated[list[Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=3 * MAX_LANES)]
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
+    shared: Annotated[bytes, Meta(max_length=4096)] = b""
 
     def first_immediate(self, lanes: int) -> int:
         """Return the first immediate. Raises UsageError if the immediates of that many lanes would exceed 28 bits."""

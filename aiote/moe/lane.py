@@ -18,7 +18,8 @@ from ..service.background import LazySignal, run_shielded
 from .arrays import elements, lines, plain
 from .arrivals import ALL, KINDS, LaneCounters
 from .joining import NOWHERE
-from .round import DispatchArguments, Round
+from .round import Round
+from .round_parts import DispatchArguments
 from .states import GroupBrokenError, MoeOverflowError, NotBegunError, RoundState
 from .wire import ROUTE, is_of
 

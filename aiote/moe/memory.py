@@ -12,10 +12,15 @@ they are a private part for each source and a shared part, and the receiver copi
 With on_loss="mask" each source has a part of its own for its routes, rows and answers, and its lease covers only these
 parts. Therefore no rank can make the others mask a third one. With on_loss="raise" a rank that writes elsewhere spoils
 the round for all.
+
+Ranks of the same host write through shared memory (`sharing`), if their arrays are on the CPU. With on_loss="raise" the
+inbox lies in memory that all of them map. With "mask" each maps a slot of its own, and this rank copies from there into
+the inbox what has been counted. Pages are allocated when they are touched, as those of other memory are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +34,7 @@ from .config import Sizes, round_up
 from .device import Launcher
 from .wire import route_bytes
 
-__all__ = ["LaneMap", "LaneMemory", "RankMemory"]
+__all__ = ["InboxLane", "LaneMap", "LaneMemory", "RankMemory", "SlotLane"]
 
 PAGE = 4096
 
@@ -59,7 +64,15 @@ class LaneMap:
         self.written = sizes.placed if in_place else 0
         self.packed_at = self.y_at + round_up(self.written * sizes.y_row, PAGE)
         self.outbox = self.packed_at + round_up(self.packed * sizes.y_row, PAGE)
+        # The memory that one source maps with on_loss="mask".
+        self.slot_answers_at = round_up(sizes.private * sizes.row, PAGE)
+        self.slot = self.slot_answers_at + round_up(sizes.answers_of_rank * sizes.y_row, PAGE)
         self._sizes = sizes
+
+    @property
+    def mapped(self) -> int:
+        """How many bytes of each lane another rank of this host maps."""
+        return self.slot if self._sizes.has_own_slots else self.inbox
 
     def route_at(self, rank: int, parity: int) -> int:
         """Return the offset in each inbox of a rank's route for rounds of a parity."""
@@ -84,26 +97,42 @@ def _lines(memory: Bytes, at: int, count: int, width: int) -> Bytes:
     return memory[at : at + count * width].reshape(count, width)
 
 
-class LaneMemory:
-    """The arrays of one lane: its lines of bytes, and the numbers that its steps share."""
+class InboxLane:
+    """The arrays of one lane in an inbox: this rank's own, or one that is mapped."""
 
-    def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes, launcher: Launcher | None) -> None:
-        self._launcher = launcher
+    def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes) -> None:
         self.routes: NDArray[np.uint32] = (
             inbox[: 2 * sizes.ranks * lane.route].view(np.uint32).reshape(sizes.ranks, 2, -1).swapaxes(0, 1)
         )
         self.received = _lines(inbox, lane.rows_at, lane.inbox_rows, sizes.row)
         self.answers = _lines(inbox, lane.answers_at, sizes.answer_lines, sizes.y_row)
+
+
+class SlotLane:
+    """The arrays of one lane that a single rank writes to with on_loss="mask": its rows, and its answers."""
+
+    def __init__(self, sizes: Sizes, lane: LaneMap, slot: Bytes) -> None:
+        self.received = _lines(slot, 0, sizes.private, sizes.row)
+        self.answers = _lines(slot, lane.slot_answers_at, sizes.answers_of_rank, sizes.y_row)
+
+
+class LaneMemory:
+    """The arrays of one lane: its lines of bytes, and the numbers that its steps share."""
+
+    def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes, launcher: Launcher | None) -> None:
+        self._launcher = launcher
+        self._in_place = sizes.direct or sizes.whole
+        self.use_inbox(InboxLane(sizes, lane, inbox))
+        self.slots: dict[int, SlotLane] = {}
+        """The slots of the ranks that may write there through shared memory, with on_loss="mask"."""
         self.own_routes: NDArray[np.uint32] = outbox[: 2 * lane.route].view(np.uint32).reshape(2, -1)
         self.sent = _lines(outbox, lane.sent_at, lane.outbox_rows, sizes.row)
         self.inputs: Any = self.sent if sizes.direct else zeros(sizes.config.tokens * sizes.row).reshape(-1, sizes.row)
         self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
-        in_place = sizes.direct or sizes.whole
-        self.placed: Any = self.received
         # Lines of the experts' results that are written to peers without a copy.
         self.written = _lines(outbox, lane.y_at, lane.written, sizes.y_row)
         self.y: Any = self.written
-        if not in_place:
+        if not self._in_place:
             self.placed = zeros(sizes.placed * sizes.row).reshape(sizes.placed, sizes.row)
             self.y = zeros(sizes.placed * sizes.y_row).reshape(sizes.placed, sizes.y_row)
         tokens, top_k = sizes.config.tokens, sizes.config.top_k
@@ -122,6 +151,12 @@ class LaneMemory:
             self.copies = launcher.host(self.copies.size, np.int32).reshape(shape)
             self.topk_ids = launcher.zeros(self.copies.size, np.int32).reshape(shape)
 
+    def use_inbox(self, inbox: InboxLane) -> None:
+        """Take the lines of an inbox that replaces the one before."""
+        self.routes, self.received, self.answers = inbox.routes, inbox.received, inbox.answers
+        if self._in_place:
+            self.placed: Any = self.received
+
     def on_host(self, rows: Any) -> Bytes:
         """Return lines in memory that NumPy can read; for lines in a GPU's memory wait for the GPU, and copy them."""
         return rows if self._launcher is None else self._launcher.fetch(rows)
@@ -133,7 +168,13 @@ class RankMemory:
     def __init__(self, sizes: Sizes, launcher: Launcher | None = None) -> None:
         """Allocate the memory. For a GPU it is host memory that kernels can reach, so that every rail can, too."""
         self.map = LaneMap(sizes)
-        lanes = sizes.config.lanes
+        self._sizes = sizes
+        config, lanes = sizes.config, sizes.config.lanes
+        self.may_share = config.shared_memory == "auto" and launcher is None
+        self._shared: aiote.SharedMemory | None = None
+        self._slots: dict[int, aiote.SharedMemory] = {}
+        self._named: tuple[aiote.Address, ...] = ()
+        self._sharers: set[int] = set()
         lengths = self.map.inbox * lanes, self.map.outbox * lanes
         self._inbox, self._outbox = (
             zeros(one) if launcher is None else launcher.host(one, np.uint8) for one in lengths
@@ -149,6 +190,7 @@ class RankMemory:
             for lane in range(lanes)
         ]
         self._regions: list[aiote.Region] = []
+        self._retired: list[aiote.Region] = []
         self._leases: dict[int, aiote.Lease] = {}
 
     @property
@@ -161,15 +203,100 @@ class RankMemory:
         """The region that this rank writes from."""
         return self._regions[1]
 
-    async def register(self, engine: aiote.Engine) -> None:
-        """Register the inbox and the outbox. If one fails, close what was registered and raise its error."""
+    async def register(self, engine: aiote.Engine, members: Sequence[aiote.Address] = ()) -> None:
+        """Register the inbox and the outbox. If one fails, close what was registered and raise its error.
+
+        The members may map the inbox, if they run on this host.
+        """
         self._engine = engine
         try:
+            shared = await self._share(members)
+            if shared is not None:
+                self._use_inbox(np.frombuffer(shared.view, np.uint8), shared)
             for memory in (self._inbox, self._outbox):
                 self._regions.append(await engine.register_async(memory, "local"))
         except BaseException:
             await run_shielded(self.close)
             raise
+
+    async def _share(self, members: Sequence[aiote.Address]) -> aiote.SharedMemory | None:
+        """Return shared memory for the inbox, or None, with which no rank maps it."""
+        self._named = tuple(members)
+        if not self.may_share or self._sizes.has_own_slots or not members:
+            return None
+        return await self._allocate(len(self._inbox), members)
+
+    async def _allocate(self, nbytes: int, members: Sequence[aiote.Address]) -> aiote.SharedMemory | None:
+        try:
+            return await self._engine.share_memory(nbytes, members, reserve=False)
+        except (aiote.FabricError, aiote.UsageError):
+            # There is less memory than the rank may need, or none at all. Over rails the group may do with less.
+            return None
+
+    def _use_inbox(self, memory: Bytes, shared: aiote.SharedMemory | None) -> None:
+        self._shared, self._inbox = shared, memory
+        for number, lane in enumerate(self.lanes):
+            begin = number * self.map.inbox
+            lane.use_inbox(InboxLane(self._sizes, self.map, self._inbox[begin : begin + self.map.inbox]))
+
+    async def describe(self, rank: int, peer: aiote.Peer) -> bytes:
+        """Return the descriptor of the memory that a rank may map in this epoch, or nothing."""
+        if not self.may_share or not peer.shares_memory:
+            return b""
+        shared = await self._slot_of(rank, peer) if self._sizes.has_own_slots else self._shared
+        if shared is None:
+            return b""
+        self._sharers.add(rank)
+        return shared.descriptor
+
+    async def _slot_of(self, rank: int, peer: aiote.Peer) -> aiote.SharedMemory | None:
+        """Return the slot of a rank, which is allocated once in an epoch; None without memory."""
+        if rank not in self._slots:
+            sharers, length = self._sharers, self.map.slot
+            shared = await self._allocate(length * len(self.lanes), [peer.address])
+            if shared is None:
+                return None
+            if sharers is not self._sharers or rank in self._slots:
+                # Another epoch has begun meanwhile, or another call was faster.
+                shared.close()
+                return self._slots.get(rank) if sharers is self._sharers else None
+            self._slots[rank] = shared
+            slot = np.frombuffer(shared.view, np.uint8)
+            for number, lane in enumerate(self.lanes):
+                lane.slots[rank] = SlotLane(self._sizes, self.map, slot[number * length : (number + 1) * length])
+        return self._slots[rank]
+
+    def is_shared_with(self, rank: int) -> bool:
+        """Return whether a rank was given a descriptor in this epoch, so that it may write there at any time."""
+        return rank in self._sharers
+
+    async def renew(self, members: Sequence[aiote.Address]) -> None:
+        """Replace memory that other ranks may have mapped, or that other members may map: by new memory, for these.
+
+        Call it when no lease is left. After a cancellation or an error, call it again to continue.
+        """
+        if self._shared is not None and (self._sharers or self._named != tuple(members)):
+            shared = await self._share(members)
+            try:
+                memory = zeros(len(self._inbox)) if shared is None else np.frombuffer(shared.view, np.uint8)
+                region = await self._engine.register_async(memory, "local")
+            except BaseException:
+                if shared is not None:
+                    shared.close()
+                raise
+            self._shared.close()
+            self._retired.append(self._regions[0])
+            self._regions[0] = region
+            self._use_inbox(memory, shared)
+        self._sharers = set()
+        self._close_slots()
+        await self._close(self._retired)
+
+    def _close_slots(self) -> None:
+        for lane in self.lanes:
+            lane.slots.clear()
+        while self._slots:
+            self._slots.popitem()[1].close()
 
     def lend(self, rank: int, address: aiote.Address) -> list[bytes]:
         """Lease a peer its parts of the inbox, and return their descriptors; the lease lasts until `take_back`."""
@@ -194,6 +321,13 @@ class RankMemory:
 
     async def close(self) -> None:
         """Close the registrations, once no transfer uses them. Idempotent."""
-        while self._regions:
-            await self._regions[-1].aclose()
-            self._regions.pop()
+        await self._close(self._retired)
+        await self._close(self._regions)
+        self._close_slots()
+        if self._shared is not None:
+            self._shared.close()
+
+    async def _close(self, regions: list[aiote.Region]) -> None:
+        while regions:
+            await regions[-1].aclose()
+            regions.pop()

@@ -44,7 +44,7 @@ async def open_group(
     moe = MoeGroup(engine, members, rank, config, group, debug, device)
     for lost in masked:
         moe.mask(lost, "it was masked when the group opened")
-    await moe.memory.register(engine)
+    await moe.memory.register(engine, moe.others)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(run_shielded, moe.close)
         await stack.enter_async_context(service.serve(engine, moe.service(moe)))

@@ -39,6 +39,8 @@ class RoundPlan:
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
         self.sizes, self.me = sizes, me
+        self.mapped: frozenset[int] = frozenset()
+        """The ranks that write here through shared memory: all rows of one count once, and so do its answers."""
         self._runs: dict[tuple[int, int], Runs] = {}
         self.by_rank: Ints
         """Rows for each (source, target, expert of the target)."""
@@ -177,7 +179,8 @@ class RoundPlan:
         """Return how many writes of rows a source makes to this rank; the number depends on counts alone."""
         refused = self.overflows and self.sizes.config.on_overflow == "raise"
         if self.sizes.direct:
-            return 0 if refused else int(self.kept_rows[source, self.me])
+            kept = 0 if refused else int(self.kept_rows[source, self.me])
+            return min(kept, 1) if source in self.mapped else kept
         beyond = 0 if refused or not self.sizes.shared else len(self.beyond(source, self.me))
         return int(self.private(source, self.me) > 0) + int(beyond > 0)
 
@@ -188,6 +191,8 @@ class RoundPlan:
         if self.sizes.config.reduce == "expert":
             return int(self.sent[self.me, target] > 0)
         kept = int(self.kept_rows[self.me, target])
+        if target in self.mapped:
+            return min(kept, 1)
         if self.sizes.direct or not self.overflows:
             return kept if self.sizes.direct else int(kept > 0)
         _, here, count = self.runs(self.me, target).T

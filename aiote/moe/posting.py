@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-__all__ = ["LeasedInbox", "OutboxWrite", "Posting", "groups_alone"]
+__all__ = ["LeasedInbox", "OutboxWrite", "Posting", "attach_inbox", "groups_alone"]
 
 Ints = NDArray[np.int64]
 
@@ -40,6 +40,22 @@ class LeasedInbox:
         """Return the number of the part that contains an offset of the inbox, and the offset within that part."""
         number = bisect_right(self._begins, to) - 1
         return number, to - self._begins[number]
+
+
+def attach_inbox(
+    engine: aiote.Engine, owner: aiote.Peer, rank: int, parts: Sequence[slice], descriptors: Sequence[bytes]
+) -> LeasedInbox:
+    """Return the inbox that a rank has lent. Raises UsageError if it is another's, or differs from `parts`."""
+    try:
+        if len(descriptors) != len(parts):
+            raise aiote.UsageError(f"expected {len(parts)} descriptors, got {len(descriptors)}")
+        regions = [
+            engine.attach(one, owner=owner, access="write", nbytes=part.stop - part.start)
+            for one, part in zip(descriptors, parts, strict=True)
+        ]
+    except aiote.UsageError as error:
+        raise aiote.UsageError(f"rank {rank} lent something else than an inbox of its own: {error}") from None
+    return LeasedInbox(parts, regions)
 
 
 class Posting:
@@ -138,6 +154,8 @@ class Posting:
     def _post_one(self, one: OutboxWrite, slot: int) -> list[tuple[int, aiote.Transfer]]:
         imm = self._first_immediates[one.rank] + slot
         try:
+            if not one.nbytes:
+                return [(one.rank, self._engine.submit_write_imm(None, self._inboxes[one.rank].regions[0], imm))]
             return [(one.rank, self._engine.submit_write_imm(*self._regions_of(one), imm))]
         except aiote.PeerError as error:
             self._lost(one.rank, str(error))

@@ -6,7 +6,7 @@ other ranks, `arrivals` waits for theirs, and the lane checks the order of the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,59 +19,16 @@ from .batch import Batch
 from .native_plan import NativePlan
 from .plan import Counts, RoundPlan
 from .posting import OutboxWrite
+from .round_parts import RoundParts
 from .runs import expand_runs, merge_runs, unfold
 from .states import MoeOverflowError, NotBegunError
-from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route, slot_of
+from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route
 
-if TYPE_CHECKING:
-    from .lane import Lane
-
-__all__ = ["DispatchArguments", "Round"]
+__all__ = ["Round"]
 
 
-class DispatchArguments:
-    """The arguments of a dispatch, with rows as lines of bytes. `like` is an array of the kind that the caller uses."""
-
-    __slots__ = ("ids", "like", "scales", "tokens", "weights", "x")
-
-    def __init__(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any, like: Any):
-        self.tokens, self.x, self.ids, self.weights, self.scales, self.like = tokens, x, ids, weights, scales, like
-
-
-class Round:
+class Round(RoundParts):
     """A round in progress, returned by `MoeGroup.dispatch_send`. The caller takes its steps in order, once each."""
-
-    def __init__(self, lane: Lane, given: DispatchArguments) -> None:
-        self._lane, self._given = lane, given
-        self._group, self._sizes, self._memory = lane.group, lane.sizes, lane.memory
-        self._config = lane.sizes.config
-        self._state = lane.state
-        self.number, self._parity = lane.state.number, lane.state.parity
-        self._tokens = given.tokens
-        self._kernels: Any = kernels
-        self._plan: RoundPlan | None = None
-        self._arrived_ranks: list[int] = []
-        self._own: NDArray[np.int32] | None = None
-        # With copies by rank: whether this rank's own copies are in the receive region, like the others'.
-        self._own_received = lane.sizes.whole
-        self._y_like: Any = given.like
-        self.answered: NDArray[np.bool_] | None = None
-
-    def _slot(self, kind: int) -> int:
-        return slot_of(self._lane.number, kind, self.number)
-
-    def _write(self, writes: list[OutboxWrite], kind: int) -> None:
-        posting = self._group.posting
-        assert posting is not None
-        if writes:
-            try:
-                self._lane.keep_transfers(posting.post_writes(writes, self._slot(kind)))
-            except aiote.PeerError as error:
-                raise self._lane.name_rank(error) from error
-            self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
-
-    async def _wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
-        return await self._lane.wait(what, kind, needs)
 
     # Sending.
 
@@ -88,8 +45,8 @@ class Round:
         self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
         sent = self._copies if config.copies == "rank" else sizes.for_ranks(self._experts)
         self._require_room()
-        route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
-        route.write(memory.own_routes[self._parity])
+        said = self._tokens, self._experts, self._copies, self._group.mapped.bits
+        Route(self._group.membership.epoch, self.number, *said).write(memory.own_routes[self._parity])
         where = self._group.memory.map
         slot = where.route_at(me, self._parity)
         base, here = self._base(), self._outbox()
@@ -99,12 +56,11 @@ class Round:
             [OutboxWrite(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE
         )
         self._starts = np.cumsum(sent) - sent
-        self._pack(int(self._starts[me]), int(sent[me]))
+        self._pack(sent)
         if not sizes.direct:
             counts = np.minimum(sent, sizes.private)
-            line = me * sizes.private
             self._write(
-                [self._rows_to(r, line, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
+                [self._early_rows(r, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
             )
         self._group.counted.sent_rows += int(sent.sum())
 
@@ -115,20 +71,24 @@ class Round:
                 "on_loss='mask' forbids; let a token name an expert once at most"
             )
 
-    def _base(self) -> int:
-        return self._lane.number * self._group.memory.map.inbox
-
-    def _outbox(self) -> int:
-        return self._lane.number * self._group.memory.map.outbox
+    def _early_rows(self, rank: int, first: int, count: int) -> OutboxWrite:
+        """Return the write of rows to this rank's part of an inbox; rows in a mapped inbox are only counted."""
+        if rank in self._mapped:
+            return self._count_of(rank, count * self._sizes.row)
+        return self._rows_to(rank, self._group.rank * self._sizes.private, first, count)
 
     def _rows_to(self, rank: int, line: int, first: int, count: int) -> OutboxWrite:
         where, row = self._group.memory.map, self._sizes.row
         to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
         return OutboxWrite(rank, to + line * row, at + first * row, count * row)
 
-    def _pack(self, first: int, count: int) -> None:
-        """Pack tokens with scales and tails into the outbox; this rank's own rows go into place, if that is known."""
+    def _pack(self, sent: NDArray[np.int64]) -> None:
+        """Pack tokens with scales and tails into the outbox; this rank's own rows go into place, if that is known.
+
+        `sent` are the rows for each rank. Rows for a mapped inbox go straight there, but those beyond the private part.
+        """
         memory, sizes, given = self._memory, self._sizes, self._given
+        first, count = int(self._starts[self._group.rank]), int(sent[self._group.rank])
         tail = memory.tail[: self._tokens]
         top_k = self._config.top_k
         tail[:, :4].view(np.uint32)[:, 0] = np.arange(self._tokens)
@@ -149,7 +109,21 @@ class Round:
             if sizes.whole:
                 line = self._group.rank * sizes.private
                 own = memory.received[line : line + count]
+            for rank in self._group.membership.active if self._mapped else ():
+                at = self._pack_mapped(rank, min(int(sent[rank]), sizes.private), at, tail)
         kernels.pack(memory.sent, own, first, first + count, at, x, scales, tail, sizes.scales_at, sizes.token_at)
+
+    def _pack_mapped(self, rank: int, count: int, at: NDArray[np.int32], tail: Bytes) -> NDArray[np.int32]:
+        """Pack the first rows for a rank into its inbox, if that is mapped; return `at` without them."""
+        if rank not in self._mapped or not count:
+            return at
+        sizes, given, there = self._sizes, self._given, self._mapped[rank].received
+        here = at - int(self._starts[rank])
+        chosen = (here >= 0) & (here < count)
+        line = 0 if sizes.has_own_slots else self._group.rank * sizes.private
+        lines = np.where(chosen, here + line, -1).astype(np.int32)
+        kernels.pack(there, there, 0, 0, lines, given.x, given.scales, tail, sizes.scales_at, sizes.token_at)
+        return np.where(chosen, -1, at).astype(np.int32)
 
     # Receiving.
 
@@ -170,8 +144,15 @@ class Round:
         if refused:
             await self._lane.wait_sent()
             raise MoeOverflowError(plan.demand, self._sizes.rows)
+        for rank in self._mapped_slots(plan, rows_of):
+            runs = np.array([[rank * self._sizes.private, 0, plan.private(rank, plan.me)]])
+            kernels.copy_runs(self._memory.received, self._memory.slots[rank].received, runs, self._sizes.row)
         self._plan = plan = self._place_arrived(plan, routes, rows_of)
         return self._batch(plan)
+
+    def _mapped_slots(self, plan: RoundPlan, came: list[int]) -> list[int]:
+        """Return the ranks whose writes are in slots of shared memory, and not in the inbox."""
+        return [rank for rank in came if rank in plan.mapped] if self._sizes.has_own_slots else []
 
     def _place_arrived(self, plan: RoundPlan, routes: dict[int, Route], came: list[int]) -> RoundPlan:
         """Place the rows of the ranks that have come; return the plan of those whose rows match their routes."""
@@ -195,6 +176,9 @@ class Round:
                 raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: its route: {error}") from None
             except ValueError as error:
                 self._refuse(rank, f"its route: {error}")
+            if rank in found and found[rank].maps(self._group.rank) and not self._group.memory.is_shared_with(rank):
+                self._refuse(rank, "it claims to write to memory that was not shared with it")
+                del found[rank]
         return found
 
     def _refuse(self, rank: int, why: str) -> None:
@@ -211,21 +195,26 @@ class Round:
         experts[me], copies[me] = self._experts, self._copies
         for rank, route in routes.items():
             experts[rank], copies[rank] = route.experts, route.copies
-        return NativePlan(sizes, me, Counts(experts, copies))
+        plan = NativePlan(sizes, me, Counts(experts, copies))
+        plan.mapped = frozenset(rank for rank, route in routes.items() if route.maps(me))
+        return plan
 
     def _post_rest(self, plan: RoundPlan, came: list[int]) -> None:
         """Write the rows that needed every rank's route: all rows in place, or those beyond the private parts."""
         me, sizes, where = self._group.rank, self._sizes, self._group.memory.map
         if sizes.direct:
-            tokens = self._tokens_in_order()
+            tokens, counts = self._tokens_in_order(), []
             for rank in sorted(came, key=lambda rank: (rank - me) % sizes.ranks):
                 runs = plan.runs(me, rank)
-                to = self._base() + where.rows_at, expand_runs(runs[:, 0], runs[:, 2])
-                at = (
-                    self._outbox() + where.sent_at,
-                    tokens[int(self._starts[rank]) + expand_runs(runs[:, 1], runs[:, 2])],
-                )
-                self._pages(rank, to, at, sizes.row, PAYLOAD)
+                there = expand_runs(runs[:, 0], runs[:, 2])
+                here = tokens[int(self._starts[rank]) + expand_runs(runs[:, 1], runs[:, 2])]
+                if rank in self._mapped:
+                    kernels.copy_rows(self._mapped[rank].received, self._memory.sent, there, here, sizes.row)
+                    counts += [self._count_of(rank, len(there) * sizes.row)] if len(there) else []
+                else:
+                    to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
+                    self._pages(rank, (to, there), (at, here), sizes.row, PAYLOAD)
+            self._write(counts, PAYLOAD)
             return
         writes = []
         for rank in came if sizes.shared else ():
@@ -239,12 +228,6 @@ class Round:
                 line = sizes.ranks * sizes.private + plan.shared_start(me, rank)
                 writes.append(self._rows_to(rank, line, first + sizes.private, int(runs[:, 2].sum())))
         self._write(writes, PAYLOAD)
-
-    def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
-        posting = self._group.posting
-        assert posting is not None
-        self._lane.keep_transfers(posting.post_pages(rank, to, at, nbytes, self._slot(kind)))
-        self._group.counted.sent_bytes += nbytes * len(to[1])
 
     def _tokens_in_order(self) -> NDArray[np.int64]:
         """Return the number of the token of each of this rank's rows, in the order of rows."""
@@ -340,6 +323,9 @@ class Round:
             if source == me and self._own is not None:
                 continue
             to = self._base() + where.answers_at + int(plan.answer[source, me]) * sizes.y_row
+            if source in self._mapped:
+                writes += self._answer_mapped(y, source)
+                continue
             if sizes.direct:
                 self._answer_rows(y, source, to)
                 continue
@@ -355,6 +341,20 @@ class Round:
             # Overwrite before the answers leave, because the sources send their next rows once they have them.
             self._poison()
         self._write(writes, ANSWER)
+
+    def _answer_mapped(self, y: Bytes, source: int) -> list[OutboxWrite]:
+        """Put each result for a source to its place in its mapped inbox; return the write that counts them."""
+        plan, sizes, me = self._known_plan(), self._sizes, self._group.rank
+        to, first = self._mapped[source].answers, 0 if sizes.has_own_slots else int(plan.answer[source, me])
+        if self._config.reduce == "expert" and not sizes.whole:
+            pieces = self._pack_answers(y, source, to[first : first + int(plan.sent[source, me])])
+            return [self._count_of(source, count * sizes.y_bytes) for _, count in pieces]
+        runs = plan.runs(source, me)[:, [1, 0, 2]]
+        if sizes.whole:
+            runs = np.array([[0, source * self._config.tokens, int(plan.sent[source, me])]])
+        there, here = expand_runs(first + runs[:, 0], runs[:, 2]), expand_runs(runs[:, 1], runs[:, 2])
+        kernels.copy_rows(to, y, there, here, sizes.y_bytes)
+        return [self._count_of(source, len(there) * sizes.y_bytes)] if len(there) else []
 
     def _poison(self) -> None:
         self._memory.placed[...] = 0xFF
@@ -381,10 +381,6 @@ class Round:
             target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.written[line:]
             self._kernels.copy_runs(target, y, np.array([[0, line, count]]), self._sizes.y_bytes)
         return [(0, count)] if count else []
-
-    def _known_plan(self) -> RoundPlan:
-        assert self._plan is not None
-        return self._plan
 
     def _pack_answers(self, y: Bytes, source: int, to: Bytes) -> list[tuple[int, int]]:
         """Pack the answers to a source; return the pieces to write: (row among the source's answers, rows).
@@ -470,6 +466,9 @@ class Round:
             # Look at the last round's counts again: its late write and the route may have come over different NICs, and
             # the engine may have polled the NIC of the route first.
             came = self._lane.without_surplus(came, number)
+        for rank in self._mapped_slots(plan, came):
+            runs = np.array([[int(plan.answer[plan.me, rank]), 0, int(plan.returned[plan.me, rank])]])
+            kernels.copy_runs(self._memory.answers, self._memory.slots[rank].answers, runs, self._sizes.y_row)
         by_copy = config.reduce == "expert"
         places = plan.answers_at(self._copy if by_copy else self._position)
         if self._dropped is not None and not by_copy:

@@ -4,6 +4,7 @@ A rank sends a route to every other rank in each round, even if it sends no rows
 32-bit numbers:
 
     magic | epoch | round, low and high half | tokens | rows | rows of each expert ... | copies for each rank ...
+    | a bit for each rank: whether the sender writes to its inbox through shared memory (`sharing`)
 
 A route comes from a peer and is untrusted: this rank checks it against itself and against the config before it derives
 any offset from it.
@@ -41,6 +42,7 @@ __all__ = [
     "is_of",
     "route_bytes",
     "slot_of",
+    "words_of_bits",
 ]
 
 MAGIC = 0x4D6F4501
@@ -60,7 +62,12 @@ def slot_of(lane: int, kind: int, number: int) -> int:
 
 def route_bytes(sizes: Sizes) -> int:
     """Return the size of a route in bytes."""
-    return round_up(4 * (HEADER + sizes.config.experts + sizes.ranks), 64)
+    return round_up(4 * (HEADER + sizes.config.experts + sizes.ranks + words_of_bits(sizes.ranks)), 64)
+
+
+def words_of_bits(count: int) -> int:
+    """Return how many numbers of 32 bits hold so many bits."""
+    return -(-count // 32)
 
 
 def is_of(words: Words, epoch: int, number: int) -> bool:
@@ -73,13 +80,17 @@ class OtherRoundError(ValueError):
 
 
 class Route(NamedTuple):
-    """The counts that a rank sends in a round: its tokens, its rows for each expert, and its copies for each rank."""
+    """The counts that a rank sends in a round: its tokens, its rows for each expert, and its copies for each rank.
+
+    `mapped` has a bit for each rank that it writes to through shared memory.
+    """
 
     epoch: int
     round: int
     tokens: int
     experts: NDArray[np.int64]
     copies: NDArray[np.int64]
+    mapped: Words = np.zeros(0, np.uint32)
 
     def write(self, words: Words) -> None:
         """Write the route into the memory that it is sent from."""
@@ -87,11 +98,21 @@ class Route(NamedTuple):
         low, high = self.round & 0xFFFFFFFF, self.round >> 32
         words[:HEADER] = MAGIC, self.epoch & 0xFFFFFFFF, low, high, self.tokens, int(self.experts.sum())
         words[HEADER : HEADER + count] = self.experts
-        words[HEADER + count : HEADER + count + len(self.copies)] = self.copies
+        end = HEADER + count + len(self.copies)
+        words[HEADER + count : end] = self.copies
+        words[end : end + len(self.mapped)] = self.mapped
+
+    def maps(self, rank: int) -> bool:
+        """Return whether the sender writes to that rank's inbox through shared memory."""
+        return bool(int(self.mapped[rank // 32]) >> rank % 32 & 1)
 
     @classmethod
     def read(cls, words: Words, sizes: Sizes, epoch: int, number: int) -> Route:
-        """Return a peer's route. Raises ValueError for an impossible route, OtherRoundError if the round differs."""
+        """Return a peer's route. Raises ValueError for an impossible route, OtherRoundError if the round differs.
+
+        The memory is copied before the first check, because the peer may write to it at any time.
+        """
+        words = words.copy()
         magic, their_epoch, low, high, tokens, rows = map(int, words[:HEADER])
         if magic != MAGIC:
             raise ValueError(f"it begins with {magic:#x}, so it is not a route")
@@ -102,7 +123,8 @@ class Route(NamedTuple):
             )
         config, count = sizes.config, sizes.config.experts
         experts = words[HEADER : HEADER + count].astype(np.int64)
-        copies = words[HEADER + count : HEADER + count + sizes.ranks].astype(np.int64)
+        end = HEADER + count + sizes.ranks
+        copies = words[HEADER + count : end].astype(np.int64)
         if tokens > config.tokens:
             raise ValueError(f"it has {tokens} tokens, expected at most {config.tokens}")
         if int(experts.sum()) != rows or rows > tokens * config.top_k:
@@ -113,4 +135,4 @@ class Route(NamedTuple):
         least = -(-for_rank // config.top_k)
         if (copies < least).any() or (copies > np.minimum(for_rank, tokens)).any():
             raise ValueError(f"its copies {copies.tolist()} do not fit its rows for each rank {for_rank.tolist()}")
-        return cls(their_epoch, number, tokens, experts, copies)
+        return cls(their_epoch, number, tokens, experts, copies, words[end : end + words_of_bits(sizes.ranks)])

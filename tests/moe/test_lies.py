@@ -22,8 +22,11 @@ from aiote.moe.wire import Route, route_bytes
 from claims import WRONG, claimed
 from engines import opened
 from moe_ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
+from moe_sharing import rows_from
 
 RNG = np.random.default_rng(7)
+each_way = pytest.mark.parametrize("shared", ["auto", "off"])
+"""Between ranks that write into each other's memory, and over rails."""
 
 
 def config(**more: Any) -> MoeConfig:
@@ -78,8 +81,9 @@ async def test_a_route_that_cannot_be_breaks_the_round_and_names_the_rank():
             await groups[0].combine(await begun[0].dispatch_recv())
 
 
-async def test_copies_for_other_experts_than_the_route_says_break_the_round():
-    one = config(copies="rank")
+@each_way
+async def test_copies_for_other_experts_than_the_route_says_break_the_round(shared):
+    one = config(copies="rank", shared_memory=shared)
     async with ranks(local, 2, one) as groups:
         given = [Tokens(RNG, one, 4) for _ in groups]
         for tokens in given:
@@ -94,10 +98,11 @@ async def test_copies_for_other_experts_than_the_route_says_break_the_round():
             await begun[1].dispatch_recv()
 
 
+@each_way
 @pytest.mark.parametrize("copies", ["expert", "rank"])
-async def test_a_rank_that_says_what_cannot_be_is_masked_where_ranks_may_be(copies):
+async def test_a_rank_that_says_what_cannot_be_is_masked_where_ranks_may_be(copies, shared):
     """Of its route, or of the experts that its rows are for: the others' rows and answers are as ever."""
-    one = config(on_loss="mask", rows=None, copies=copies)
+    one = config(on_loss="mask", rows=None, copies=copies, shared_memory=shared)
     async with ranks(local, 3, one) as groups:
         given = [Tokens(RNG, one, 4) for _ in groups]
         for tokens in given:
@@ -106,7 +111,7 @@ async def test_a_rank_that_says_what_cannot_be_is_masked_where_ranks_may_be(copi
         sizes = groups[1].sizes
         for group in groups[1:]:
             lane = group.memory.lanes[0]
-            ids = lane.received[:4, sizes.ids_at : sizes.weights_at]
+            ids = rows_from(group, 0)[:4, sizes.ids_at : sizes.weights_at]
             while not (lane.routes[0, 0, 0] and (group.rank == 1 or ids.any())):
                 await turn_of_the_loop()
             if copies == "expert":

@@ -17,6 +17,7 @@ import pytest
 from aiote.moe import MoeConfig
 from aiote.testing import Fabric, run
 from machine import LONG
+from moe_sharing import simulated_ranks_share
 from moe_storms import KINDS, World
 
 SEEDS = (*range(2000 if LONG else 30), 5047)
@@ -36,15 +37,31 @@ SHAPES = {
 }
 
 
+SHARED = tuple(f"{shape}, shared" for shape in SHAPES)
+"""With ranks that write into each other's memory. A rank that is lost goes on storing for a while."""
+
+
+@pytest.fixture(autouse=True)
+def shares_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks share memory where the shape says so."""
+    if request.node.callspec.params["shape"] in SHARED:
+        simulated_ranks_share(monkeypatch)
+
+
+def config_of(shape: str) -> MoeConfig:
+    """Return the config of a shape."""
+    return SHAPES[shape.removesuffix(", shared")]
+
+
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *SHARED])
 def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape, part):
     broken = 0
     for seed in SEEDS[part :: len(PARTS)]:
         kind = KINDS[seed % len(KINDS)]
 
         async def main(fabric: Fabric, seed: int = seed, kind: str = kind) -> int:
-            return await World(fabric, seed, SHAPES[shape]).run(kind)
+            return await World(fabric, seed, config_of(shape)).run(kind)
 
         try:
             broken += run(main, seed, rails=2, limit=30)
@@ -56,10 +73,10 @@ def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape, part):
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", ["kill", "cancel", "stop", "partition", "rail"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *SHARED])
 def test_nothing_is_torn_mixed_or_waited_for_in_vain_whatever_event_something_happens_at(shape, kind, part):
     async def main(fabric: Fabric, kind: str, number: int) -> int:
-        world = World(fabric, SHORT, SHAPES[shape], rounds=2, event=number)
+        world = World(fabric, SHORT, config_of(shape), rounds=2, event=number)
         await world.run(kind)
         return world.events
 

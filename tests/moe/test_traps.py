@@ -1,13 +1,14 @@
 """What other implementations crash, hang or lie at: each a round whose output is compared with a dense reference.
 
-Each over memory and sockets, over RDMA where there is some, and over two unequal NICs of which one is pulled in the
-midst of the rounds.
+Each over memory that the ranks share, over rails through memory and sockets, over RDMA where there is some, and over
+two unequal NICs of which one is pulled in the midst of the rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ import pytest
 from aiote.moe import MoeConfig, MoeGroup, MoeOverflowError
 from aiote.testing import CONNECTX7_400G, EFA_100G, Fabric
 from engines import opened
-from moe_ranks import Tokens, all_of, check_rows, compute, expert, ranks, reference, whole_round
+from moe_ranks import Tokens, all_of, check_rows, compute, expert, ranks, reference, summed, whole_round
 
-each_provider = pytest.mark.parametrize("provider", ["local", "socket", "uneven", "verbs"])
+each_provider = pytest.mark.parametrize("provider", ["shared", "local", "socket", "uneven", "verbs"])
 each_placement = pytest.mark.parametrize("placement", ["packed", "direct"])
 RNG = np.random.default_rng(7)
 
@@ -30,7 +31,12 @@ def config(**more: Any) -> MoeConfig:
 
 @asynccontextmanager
 async def over(provider: str, count: int, config: MoeConfig, **more: Any) -> AsyncIterator[list[MoeGroup]]:
-    """Open a group; of "uneven", ranks with two NICs each, of which one's faster NIC dies some events later."""
+    """Open a group; of "uneven", ranks with two NICs each, of which one's faster NIC dies some events later.
+
+    Of "shared", ranks write into each other's memory; otherwise they use rails.
+    """
+    config = replace(config, shared_memory="auto" if provider == "shared" else "off")
+    provider = "local" if provider == "shared" else provider
     if provider != "uneven":
         async with ranks(lambda: opened(provider), count, config, **more) as groups:
             yield groups
@@ -239,10 +245,11 @@ async def test_what_overflows_is_raised_on_every_rank_and_the_next_round_is_whol
 
 
 @each_placement
-async def test_rows_beyond_four_gigabytes(placement):
+@pytest.mark.parametrize("provider", ["shared", "local"])
+async def test_rows_beyond_four_gigabytes(provider, placement):
     """Each expert has room for more than 2**32 bytes, of which only those that come are ever touched."""
     one = config(placement=placement, experts=4, rows=90_000_000)
-    async with over("local", 2, one) as groups:
+    async with over(provider, 2, one) as groups:
         assert one.rows * groups[0].sizes.row > 1 << 32
         for _ in range(2):
             given = [Tokens(RNG, one, 6, wild=False) for _ in groups]
@@ -332,17 +339,3 @@ async def test_ranks_that_sum_what_their_experts_return(provider, layout):
                 assert np.allclose(out, reference(one, tokens), rtol=1e-4, atol=1e-4)
 
             await all_of(*[lambda g=g, t=t: one_rank(g, t) for g, t in zip(groups, given, strict=True)])
-
-
-def summed(group: Any, batch: Any) -> Any:
-    """Return what a rank returns in layout "rank": of each copy the weighted sum over its own experts."""
-    y = np.zeros(batch.y.shape, np.float32)
-    for rank, count in enumerate(batch.source_num_tokens.tolist()):
-        for token in range(count):
-            for slot, number in enumerate(batch.topk_ids[rank, token].tolist()):
-                if number >= 0:
-                    value = expert(
-                        group.config, group.sizes.first_expert_of(group.rank) + number, batch.x[rank, token][None]
-                    )[0]
-                    y[rank, token] += batch.topk_weights[rank, token, slot] * value
-    return y

@@ -15,6 +15,23 @@ from aiote.moe import Batch, MoeConfig, MoeGroup, open_group
 from engines import until
 
 Array = NDArray[Any]
+SHAPES = {
+    "grouped direct": MoeConfig(experts=8, top_k=3, hidden=24, tokens=9, rows=40, placement="direct"),
+    "grouped packed": MoeConfig(experts=7, top_k=2, hidden=16, tokens=9, rows=60, placement="packed", scales=3),
+    "contiguous direct": MoeConfig(
+        experts=5, top_k=3, hidden=5, tokens=6, rows=96, layout="contiguous", align=4, placement="direct", scales=1
+    ),
+    "contiguous packed": MoeConfig(
+        experts=9, top_k=4, hidden=3, tokens=6, rows=120, layout="contiguous", align=8, placement="packed"
+    ),
+    "private": MoeConfig(experts=6, top_k=4, hidden=8, tokens=7, rows=90, placement="packed", private=3),
+    "by rank": MoeConfig(
+        experts=9, top_k=4, hidden=8, tokens=7, rows=90, copies="rank", dtype="float8_e4m3fn", scales=2
+    ),
+    "mask": MoeConfig(experts=9, top_k=2, hidden=8, tokens=7, on_loss="mask", out_dtype="float32"),
+    "one value": MoeConfig(experts=700, top_k=22, hidden=1, tokens=5, rows=99, dtype="float32", out_dtype="float16"),
+}
+"""Configs of every placement and layout."""
 
 
 class Tokens:
@@ -103,6 +120,20 @@ def check_rows(group: MoeGroup, batch: Batch, given: list[Tokens]) -> None:
             for source, token, slot in rows:
                 assert given[source].ids[token, slot] == first + number
         assert sum(lines) == len(real)
+
+
+def summed(group: Any, batch: Any) -> Any:
+    """Return what a rank returns in layout "rank": of each copy the weighted sum over its own experts."""
+    y = np.zeros(batch.y.shape, np.float32)
+    for rank, count in enumerate(batch.source_num_tokens.tolist()):
+        for token in range(count):
+            for slot, number in enumerate(batch.topk_ids[rank, token].tolist()):
+                if number >= 0:
+                    value = expert(
+                        group.config, group.sizes.first_expert_of(group.rank) + number, batch.x[rank, token][None]
+                    )[0]
+                    y[rank, token] += batch.topk_weights[rank, token, slot] * value
+    return y
 
 
 class Ranks(list[MoeGroup]):

@@ -1,0 +1,88 @@
+"""The parts of a round that its steps share: the arguments, the state, offsets in its memory, and its writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+
+from . import kernels
+from .plan import RoundPlan
+from .posting import OutboxWrite
+from .wire import slot_of
+
+if TYPE_CHECKING:
+    from .lane import Lane
+
+__all__ = ["DispatchArguments", "RoundParts"]
+
+
+class DispatchArguments:
+    """The arguments of a dispatch, with rows as lines of bytes. `like` is an array of the kind that the caller uses."""
+
+    __slots__ = ("ids", "like", "scales", "tokens", "weights", "x")
+
+    def __init__(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any, like: Any):
+        self.tokens, self.x, self.ids, self.weights, self.scales, self.like = tokens, x, ids, weights, scales, like
+
+
+class RoundParts:
+    """The base class of `Round`."""
+
+    def __init__(self, lane: Lane, given: DispatchArguments) -> None:
+        self._lane, self._given = lane, given
+        self._group, self._sizes, self._memory = lane.group, lane.sizes, lane.memory
+        self._config = lane.sizes.config
+        self._state = lane.state
+        self.number, self._parity = lane.state.number, lane.state.parity
+        self._tokens = given.tokens
+        self._kernels: Any = kernels
+        self._plan: RoundPlan | None = None
+        self._arrived_ranks: list[int] = []
+        self._own: NDArray[np.int32] | None = None
+        # With copies by rank: whether this rank's own copies are in the receive region, like the others'.
+        self._own_received = lane.sizes.whole
+        # The inboxes of ranks of this host, which rows and answers are written to without a transfer.
+        self._mapped = lane.group.mapped.lanes[lane.number]
+        self._y_like: Any = given.like
+        self.answered: NDArray[np.bool_] | None = None
+
+    def _slot(self, kind: int) -> int:
+        return slot_of(self._lane.number, kind, self.number)
+
+    def _write(self, writes: list[OutboxWrite], kind: int) -> None:
+        posting = self._group.posting
+        assert posting is not None
+        if writes:
+            try:
+                self._lane.keep_transfers(posting.post_writes(writes, self._slot(kind)))
+            except aiote.PeerError as error:
+                raise self._lane.name_rank(error) from error
+            self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
+
+    async def _wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
+        return await self._lane.wait(what, kind, needs)
+
+    def _base(self) -> int:
+        return self._lane.number * self._group.memory.map.inbox
+
+    def _outbox(self) -> int:
+        return self._lane.number * self._group.memory.map.outbox
+
+    def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
+        posting = self._group.posting
+        assert posting is not None
+        self._lane.keep_transfers(posting.post_pages(rank, to, at, nbytes, self._slot(kind)))
+        self._group.counted.sent_bytes += nbytes * len(to[1])
+
+    def _count_of(self, rank: int, nbytes: int) -> OutboxWrite:
+        """Return the write without bytes that counts what was put into a mapped inbox."""
+        self._group.counted.sent_bytes += nbytes
+        return OutboxWrite(rank, 0, 0, 0)
+
+    def _known_plan(self) -> RoundPlan:
+        assert self._plan is not None
+        return self._plan
