@@ -49,8 +49,8 @@ COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
 
 class Meeting(msgspec.Struct, frozen=True):
     """A rank's answer to a caller: the epoch that the rank is in, the descriptors of the parts of its inbox that the
-    caller may write to (`memory.LaneMap.parts`), the first of the immediates that the caller writes with, and, for a
-    caller of the same host, the descriptor of the shared memory that the inbox lies in, or nothing.
+    caller may write to (`memory.LaneMap.parts`), the first of the immediates that the caller writes with, and the
+    descriptor of the shared memory that the inbox lies in, which is empty for a caller of another host.
     """
 
     epoch: Epoch

@@ -122,6 +122,7 @@ class LaneMemory:
     def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes, launcher: Launcher | None) -> None:
         self._launcher = launcher
         self._in_place = sizes.direct or sizes.whole
+        self.placed: Any = None
         self.use_inbox(InboxLane(sizes, lane, inbox))
         self.slots: dict[int, SlotLane] = {}
         """The slots of the ranks that may write there through shared memory, with on_loss="mask"."""
@@ -155,7 +156,7 @@ class LaneMemory:
         """Take the lines of an inbox that replaces the one before."""
         self.routes, self.received, self.answers = inbox.routes, inbox.received, inbox.answers
         if self._in_place:
-            self.placed: Any = self.received
+            self.placed = self.received
 
     def on_host(self, rows: Any) -> Bytes:
         """Return lines in memory that NumPy can read; for lines in a GPU's memory wait for the GPU, and copy them."""

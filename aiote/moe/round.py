@@ -6,6 +6,7 @@ other ranks, `arrivals` waits for theirs, and the lane checks the order of the s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,11 +78,6 @@ class Round(RoundParts):
             return self._count_of(rank, count * self._sizes.row)
         return self._rows_to(rank, self._group.rank * self._sizes.private, first, count)
 
-    def _rows_to(self, rank: int, line: int, first: int, count: int) -> OutboxWrite:
-        where, row = self._group.memory.map, self._sizes.row
-        to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
-        return OutboxWrite(rank, to + line * row, at + first * row, count * row)
-
     def _pack(self, sent: NDArray[np.int64]) -> None:
         """Pack tokens with scales and tails into the outbox; this rank's own rows go into place, if that is known.
 
@@ -144,26 +140,33 @@ class Round(RoundParts):
         if refused:
             await self._lane.wait_sent()
             raise MoeOverflowError(plan.demand, self._sizes.rows)
-        for rank in self._mapped_slots(plan, rows_of):
-            runs = np.array([[rank * self._sizes.private, 0, plan.private(rank, plan.me)]])
-            kernels.copy_runs(self._memory.received, self._memory.slots[rank].received, runs, self._sizes.row)
-        self._plan = plan = self._place_arrived(plan, routes, rows_of)
+        self._plan = plan = await self._place_arrived(plan, routes, rows_of)
         return self._batch(plan)
 
     def _mapped_slots(self, plan: RoundPlan, came: list[int]) -> list[int]:
         """Return the ranks whose writes are in slots of shared memory, and not in the inbox."""
         return [rank for rank in came if rank in plan.mapped] if self._sizes.has_own_slots else []
 
-    def _place_arrived(self, plan: RoundPlan, routes: dict[int, Route], came: list[int]) -> RoundPlan:
+    async def _place_arrived(self, plan: RoundPlan, routes: dict[int, Route], came: list[int]) -> RoundPlan:
         """Place the rows of the ranks that have come; return the plan of those whose rows match their routes."""
-        if len(came) < len(routes):
-            plan = self._plan_arrived({rank: routes[rank] for rank in came})
-        self._arrived_ranks = came
-        faulty = self._place(plan)
-        if faulty is None:
-            return plan
-        self._refuse(faulty, "its rows are not for the experts that its route says")
-        return self._place_arrived(plan, routes, [rank for rank in came if rank != faulty])
+        slots = self._mapped_slots(plan, came)
+        while True:
+            if len(came) < len(routes):
+                plan = self._plan_arrived({rank: routes[rank] for rank in came})
+            self._arrived_ranks = came
+            nbytes = 0 if self._sizes.direct else int(plan.sent[:, plan.me].sum()) * self._sizes.row
+            faulty = await self._lane.offload(nbytes, partial(self._take_rows, plan, slots))
+            if faulty is None:
+                return plan
+            self._refuse(faulty, "its rows are not for the experts that its route says")
+            came, slots = [rank for rank in came if rank != faulty], []
+
+    def _take_rows(self, plan: RoundPlan, slots: list[int]) -> int | None:
+        """Do as `_place`, after the rows of `slots` were copied from shared memory to where rails write them."""
+        for rank in slots:
+            runs = np.array([[rank * self._sizes.private, 0, plan.private(rank, plan.me)]])
+            kernels.copy_runs(self._memory.received, self._memory.slots[rank].received, runs, self._sizes.row)
+        return self._place(plan)
 
     def _read(self, came: list[int]) -> dict[int, Route]:
         """Return the routes of the ranks that have come, and lose the ranks whose routes are impossible."""
@@ -180,12 +183,6 @@ class Round(RoundParts):
                 self._refuse(rank, "it claims to write to memory that was not shared with it")
                 del found[rank]
         return found
-
-    def _refuse(self, rank: int, why: str) -> None:
-        """Lose a rank that sent impossible data. With on_loss="raise" raises PeerError, which breaks the group."""
-        if self._config.on_loss == "raise":
-            raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: {why}")
-        self._group.lose(rank, why)
 
     def _plan_arrived(self, routes: dict[int, Route]) -> RoundPlan:
         """Return the plan of this rank and the ranks that have come."""
@@ -466,9 +463,6 @@ class Round(RoundParts):
             # Look at the last round's counts again: its late write and the route may have come over different NICs, and
             # the engine may have polled the NIC of the route first.
             came = self._lane.without_surplus(came, number)
-        for rank in self._mapped_slots(plan, came):
-            runs = np.array([[int(plan.answer[plan.me, rank]), 0, int(plan.returned[plan.me, rank])]])
-            kernels.copy_runs(self._memory.answers, self._memory.slots[rank].answers, runs, self._sizes.y_row)
         by_copy = config.reduce == "expert"
         places = plan.answers_at(self._copy if by_copy else self._position)
         if self._dropped is not None and not by_copy:
@@ -487,7 +481,14 @@ class Round(RoundParts):
             places[own] = -2 - self._own[here[own]]
         weights = None if by_copy else self._given.weights
         beside = () if self._own is None else (self._memory.y,)
-        self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *beside)
+
+        def add_up() -> None:
+            for rank in self._mapped_slots(plan, came):
+                runs = np.array([[int(plan.answer[plan.me, rank]), 0, int(plan.returned[plan.me, rank])]])
+                kernels.copy_runs(self._memory.answers, self._memory.slots[rank].answers, runs, self._sizes.y_row)
+            self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *beside)
+
+        await self._lane.offload(int((places != -1).sum()) * self._sizes.y_row, add_up)
         answered = np.zeros(self._sizes.ranks, np.bool_)
         answered[[*came, self._group.rank]] = True
         self.answered = answered

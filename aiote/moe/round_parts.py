@@ -78,6 +78,17 @@ class RoundParts:
         self._lane.keep_transfers(posting.post_pages(rank, to, at, nbytes, self._slot(kind)))
         self._group.counted.sent_bytes += nbytes * len(to[1])
 
+    def _rows_to(self, rank: int, line: int, first: int, count: int) -> OutboxWrite:
+        where, row = self._group.memory.map, self._sizes.row
+        to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
+        return OutboxWrite(rank, to + line * row, at + first * row, count * row)
+
+    def _refuse(self, rank: int, why: str) -> None:
+        """Lose a rank that sent impossible data. With on_loss="raise" raises PeerError, which breaks the group."""
+        if self._config.on_loss == "raise":
+            raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: {why}")
+        self._group.lose(rank, why)
+
     def _count_of(self, rank: int, nbytes: int) -> OutboxWrite:
         """Return the write without bytes that counts what was put into a mapped inbox."""
         self._group.counted.sent_bytes += nbytes

@@ -12,54 +12,15 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.moe import MoeConfig, MoeGroup
 from aiote.moe.config import Sizes
 from aiote.moe.kernels import copy_rows
 from aiote.moe.plan import Counts, RoundPlan
 from engines import LOST_SOON, PATIENCE_S, opened, until
-from moe_ranks import SHAPES, Tokens, all_of, compute, ranks, reference, summed, whole_round
-from moe_sharing import bytes_over_rails, pairs_mapped
+from moe_ranks import SHAPES, all_of, ranks
+from moe_sharing import CONFIG, bytes_over_rails, each_shape, pairs_mapped, rounds, shaped
 from shares import mappings
 
-CONFIG = SHAPES["grouped direct"]
-RNG = np.random.default_rng(46)
-each_shape = pytest.mark.parametrize("shape", [*SHAPES, "layout rank", "summed"])
 
-
-def shaped(shape: str) -> MoeConfig:
-    """Return a config."""
-    if shape in SHAPES:
-        return SHAPES[shape]
-    one = MoeConfig(
-        experts=9, top_k=4, hidden=8, tokens=7, dtype="float32", out_dtype="float32", copies="rank", reduce="expert",
-        rows=90,
-    )  # fmt: skip
-    return one if shape == "summed" else replace(one, layout="rank", rows=None)
-
-
-def given(config: MoeConfig, count: int) -> list[Tokens]:
-    """Return tokens of so many ranks."""
-    return [Tokens(RNG, config, config.tokens) for _ in range(count)]
-
-
-async def rounds(groups: list[MoeGroup], number: int = 3) -> None:
-    """Make rounds whose rows and sums are checked."""
-    config = groups[0].config
-    for turn in range(number):
-        tokens = given(config, len(groups))
-        if config.reduce == "source":
-            await whole_round(groups, tokens, in_place=turn % 2 == 0)
-            continue
-
-        async def one(group: MoeGroup, own: Tokens) -> None:
-            batch = await group.dispatch(own.x, own.ids, own.weights)
-            out = await group.combine(batch, (summed if config.layout == "rank" else compute)(group, batch))
-            assert np.allclose(out, reference(config, own), rtol=1e-4, atol=1e-4)
-
-        await all_of(*[lambda g=g, t=t: one(g, t) for g, t in zip(groups, tokens, strict=True)])
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("provider", ["local", "socket"])
 async def test_no_row_goes_over_a_rail(provider, monkeypatch):
     async with ranks(lambda: opened(provider), 3, CONFIG) as groups:

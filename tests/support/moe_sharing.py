@@ -1,15 +1,56 @@
-"""Ranks that share memory: whether rows of a round went over rails, and simulated hosts whose ranks share memory."""
+"""Ranks that share memory: rounds of every shape, whether rows went over rails, and simulated hosts that share it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import anyio
+import anyio.lowlevel
+import numpy as np
 import pytest
 
 import aiote
-from aiote.moe import MoeGroup
+from aiote.moe import MoeConfig, MoeGroup
 from aiote.transfers import Peer
+from moe_ranks import SHAPES, Tokens, all_of, compute, reference, summed, whole_round
+
+CONFIG = SHAPES["grouped direct"]
+RNG = np.random.default_rng(46)
+each_shape = pytest.mark.parametrize("shape", [*SHAPES, "layout rank", "summed"])
+"""Those of `shaped`."""
+
+
+def shaped(shape: str) -> MoeConfig:
+    """Return a config."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    one = MoeConfig(
+        experts=9, top_k=4, hidden=8, tokens=7, dtype="float32", out_dtype="float32", copies="rank", reduce="expert",
+        rows=90,
+    )  # fmt: skip
+    return one if shape == "summed" else replace(one, layout="rank", rows=None)
+
+
+def given(config: MoeConfig, count: int) -> list[Tokens]:
+    """Return tokens of so many ranks."""
+    return [Tokens(RNG, config, config.tokens) for _ in range(count)]
+
+
+async def rounds(groups: list[MoeGroup], number: int = 3) -> None:
+    """Make rounds whose rows and sums are checked."""
+    config = groups[0].config
+    for turn in range(number):
+        tokens = given(config, len(groups))
+        if config.reduce == "source":
+            await whole_round(groups, tokens, in_place=turn % 2 == 0)
+            continue
+
+        async def one(group: MoeGroup, own: Tokens) -> None:
+            batch = await group.dispatch(own.x, own.ids, own.weights)
+            out = await group.combine(batch, (summed if config.layout == "rank" else compute)(group, batch))
+            assert np.allclose(out, reference(config, own), rtol=1e-4, atol=1e-4)
+
+        await all_of(*[lambda g=g, t=t: one(g, t) for g, t in zip(groups, tokens, strict=True)])
 
 
 def pairs_mapped(groups: list[MoeGroup]) -> list[list[int]]:
@@ -65,7 +106,7 @@ def simulated_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
         return memory
 
     async def map_memory(engine: aiote.Engine, descriptor: bytes, *, owner: Any) -> Mapping:
-        await anyio.sleep(1e-6)
+        await anyio.lowlevel.checkpoint()
         if shared[descriptor].closed:
             raise aiote.PeerError(str(owner), "no such memory is shared with this engine")
         return Mapping(shared[descriptor])
