@@ -250,6 +250,43 @@ class BlockingProducer(Blocking[Producer]):
         if offer is not None:
             self._bridge.submit(_computed(offer, layer, tokens, rows, stream))
 
+    def extend(self, request: str, rows: Rows) -> None:
+        """Replace rows of a request by longer ones, before `computed_layer`. A request that has ended is ignored."""
+        offer = self._offers.get(request)
+        if offer is not None:
+            self._bridge.submit(_extend(offer, rows))
+
+    def computed_layer(self, layer: int, requests: Mapping[str, int]) -> None:
+        """Record that a layer of several requests is computed, each up to its number of tokens, as `computed` does for
+        one. Requests that have ended are ignored.
+        """
+        offers = [(self._offers[name], tokens) for name, tokens in requests.items() if name in self._offers]
+        if offers:
+            self._bridge.submit(_computed_layer(offers, layer))
+
+    def suspend(self, requests: Sequence[str], limit: float) -> None:
+        """Wait until no transfer reads the pages of these requests, as `Offer.suspend` does, for at most about `limit`
+        seconds. The program then owns the pages, and the requests stay open. An interruption is raised after the wait.
+        """
+        offers = [self._offers[name] for name in requests if name in self._offers]
+        if offers:
+            outlast(self._bridge.submit(_suspend(offers, limit)))
+
+
+async def _extend(offer: Offer, rows: Rows) -> None:
+    offer.rows.update(rows)
+
+
+async def _computed_layer(offers: Sequence[tuple[Offer, int]], layer: int) -> None:
+    for offer, tokens in offers:
+        offer.computed(layer, tokens)
+
+
+async def _suspend(offers: Sequence[Offer], limit: float) -> None:
+    async with anyio.create_task_group() as group:
+        for offer in offers:
+            group.start_soon(offer.suspend, limit)
+
 
 async def _refuse(producer: Producer, request: str) -> None:
     producer.refuse(request, f"request {request!r} was cancelled")

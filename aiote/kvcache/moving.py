@@ -209,6 +209,11 @@ class TransferBatch:
         return bool(self._flight)
 
     @property
+    def in_flight(self) -> bool:
+        """Whether a transfer is in flight."""
+        return bool(self._flight)
+
+    @property
     def has_room(self) -> bool:
         """Whether another transfer may start now; if not, the caller awaits `room`."""
         return self._pieces < MOST_AT_ONCE and self._peer.has_room

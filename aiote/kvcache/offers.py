@@ -56,8 +56,10 @@ class Offer:
         self.computed_to = computed
         self.streams: dict[int, Any] = {}
         self.changed = LazySignal()
+        self.suspending = False
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
+        self.page_tokens = offers.page_tokens
         self._offers = offers
         self._readers = readers or 0
         self._joined = self._ended = 0
@@ -80,6 +82,33 @@ class Offer:
         for push in self.pushes:
             push.todo.append(layer)
         self.changed.wake_all()
+
+    async def suspend(self, limit: float) -> None:
+        """Return when no write of this rank reads the request's pages, so that the program may use them for another
+        request.
+
+        Layers count as not computed until the program calls `computed` again, after it has replaced `rows`. Pages that
+        have moved are not moved again. The offer is stopped, with its readers, if the writes take longer than `limit`
+        seconds, or if a reader pulls pages at this moment: it may read on for a moment, and is told that the bytes are
+        not the request's. If this is cancelled, pages may still be read.
+        """
+        pulled = self.complete and len(self.active) > len(self.pushes)
+        for layer in self.computed_to:
+            self.computed_to[layer] = 0
+        for push in self.pushes:
+            push.todo.clear()
+        if pulled:
+            self.stop("its pages were taken back before they were read")
+        self.suspending = True
+        try:
+            with anyio.move_on_after(limit) as scope:
+                while any(push.is_writing for push in self.pushes):
+                    await self.changed.wait()
+            if scope.cancelled_caught:
+                self.stop(f"its pages were taken back, and its writes were not over within {limit} s")
+                await self._quiet()
+        finally:
+            self.suspending = False
 
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
         """Call `computed` for layers as a watched value grows: `base` + n means that the first n layers are complete.
@@ -210,8 +239,11 @@ def layers_ahead_of(difference: int, value: Any, most: int) -> int:
 class Offers:
     """The offers of a prefill rank by name, and the readers that wait for an offer."""
 
-    def __init__(self, engine: aiote.Engine, match_timeout: float, renewal_limit: float) -> None:
+    def __init__(
+        self, engine: aiote.Engine, match_timeout: float, renewal_limit: float, page_tokens: dict[int, int]
+    ) -> None:
         self.engine = engine
+        self.page_tokens = page_tokens
         self.match_timeout, self.renewal_limit = match_timeout, renewal_limit
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
@@ -291,14 +323,22 @@ class Push:
         self._offer, self._moves, self._batch = offer, moves, batch
         self._map: CacheMap = moves.map
         self._spans = self._map.spans(rows, tokens)
-        # An opaque page holds the state after all tokens of the offer, even if its reader asks for fewer.
-        states = any(span and not self._map.units[group][0] for group, span in self._spans.items())
+        in_page = offer.page_tokens
+        self._unit_tokens = {group: unit or in_page.get(group, 0) for group, (unit, _, _) in self._map.units.items()}
+        # A page of states holds the state after all tokens of the offer, even if its reader asks for fewer.
+        states = any(span and not self._unit_tokens[group] for group, span in self._spans.items())
         self._tokens, self._immediates = offer.tokens if states else tokens, immediates
         self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
         self._layers_left = set(self._map.layers)
         self._checked: tuple[Rows, dict[int, range]] = {}, {}
         self.todo: deque[int] = deque(offer.computed_to)
         self.room = anyio.CancelScope()
+        self._submitting = False
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write of this reader is in flight or is being submitted."""
+        return self._submitting or self._batch.in_flight
 
     async def run(self, engine: aiote.Engine) -> None:
         """Write each layer as it is computed; return when all are written. Raises TransferRefused, and the error of a
@@ -309,16 +349,28 @@ class Push:
             while True:
                 if self._offer.stopped:
                     raise TransferRefused(self._offer.stopped)
-                while self.todo:
-                    await self._write(engine, self.todo.popleft())
+                await self._write_computed(engine)
                 if not self._batch.is_busy and not self._layers_left:
                     return
                 if not self.todo:
                     await self._batch.changed.wait()
         finally:
-            self._offer.pushes.discard(self)
-            if not self._batch.end_if_idle():
-                await run_shielded(self._batch.drain)
+            try:
+                if not self._batch.end_if_idle():
+                    await run_shielded(self._batch.drain)
+            finally:
+                self._offer.pushes.discard(self)
+
+    async def _write_computed(self, engine: aiote.Engine) -> None:
+        """Start to write the layers in `todo`."""
+        self._submitting = True
+        try:
+            while self.todo:
+                await self._write(engine, self.todo.popleft())
+        finally:
+            self._submitting = False
+            if self._offer.suspending:
+                self._offer.changed.wake_all()
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:
         """Start to write the units of a layer that became full since the last call."""
@@ -329,7 +381,7 @@ class Push:
         for group, _ in self._map.pieces[layer]:
             if group in spans:
                 continue
-            whole, unit = self._spans[group], self._map.units[group][0]
+            whole, unit = self._spans[group], self._unit_tokens[group]
             full = computed // unit if unit else whole.start
             stop = whole.stop if computed >= self._tokens else min(max(full, sent[group]), whole.stop)
             spans[group], sent[group] = range(sent[group], stop), stop

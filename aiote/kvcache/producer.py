@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -87,18 +87,26 @@ class Producer:
     """One prefill rank's cache on one engine; `async with Producer(engine, cache) as producer:`.
 
     Offers and readers wait for each other for `match_timeout` seconds. A reader may renew this wait, but an offer waits
-    for at most `renewal_limit` seconds. Transfers only read the cache's memories, which stay registered until the block
-    is left. An engine has at most one producer, in addition to other services.
+    for at most `renewal_limit` seconds. page_tokens: the number of tokens in an opaque page of a group, if such a page
+    is complete once its tokens are computed; it then moves before the rest of the prompt. Transfers only read
+    the cache's memories, which stay registered until the block is left. An engine has at most one producer, in addition
+    to other services.
     """
 
     def __init__(
-        self, engine: aiote.Engine, cache: Cache, *, match_timeout: float = 30.0, renewal_limit: float = 600.0
+        self,
+        engine: aiote.Engine,
+        cache: Cache,
+        *,
+        match_timeout: float = 30.0,
+        renewal_limit: float = 600.0,
+        page_tokens: Mapping[int, int] | None = None,
     ) -> None:
         self.engine = engine
         self.spec = cache.spec
         self._arrays = cache.memories
         self._regions: list[aiote.Region] = []
-        self._offers = Offers(engine, match_timeout, renewal_limit)
+        self._offers = Offers(engine, match_timeout, renewal_limit, dict(page_tokens or {}))
         self._sessions: dict[int, DecodeSession] = {}
         self._numbers = itertools.count(1)
         self._pulls: set[Pull] = set()
