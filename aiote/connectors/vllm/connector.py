@@ -20,12 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from ...errors import UsageError
-from .layout import Layer, cache_of
+from .layout import Layer, cache_of, layer_number
 from .requests import RequestTable, Steps
 from .transfers import RankTransfers
 
@@ -70,8 +70,9 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that a
     computed prompt waits for its decode engine (30); "kv_lease_limit", the most seconds for which a decode engine can
     renew that time while the request is queued there (600); "reads": if true, decode workers read, if false (the
-    default), prefill workers write. vLLM's `kv_load_failure_policy` decides what happens to a request whose cache does
-    not come.
+    default), prefill workers write; "layers": if true, a prefill worker offers each layer when it is computed, if false
+    (the default), a prompt when all of it is. vLLM's `kv_load_failure_policy` decides what happens to a request whose
+    cache does not come.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -82,12 +83,14 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
             raise UsageError("the KV connector does not support context parallelism; set its sizes to 1")
         self._groups = _groups(kv_cache_config)
+        self._layered = self._is_layered()
         self._table = RequestTable(
             self._kv_transfer_config.engine_id,
             {group: spec.block_size for group, (spec, _) in self._groups.items()},
             produces=self._kv_transfer_config.is_kv_producer,
             settings={"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size},
             interval=self._seconds("kv_lease_duration", LEASE_S) / RENEWALS,
+            layered=self._layered,
         )
         self._transfers: RankTransfers | None = None
 
@@ -108,11 +111,29 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise UsageError(f"{name}={seconds}: expected a number of seconds above 0")
         return seconds
 
+    def _is_layered(self) -> bool:
+        """Return whether prompts are offered layer by layer: if that is wished, and no block is freed in a prompt."""
+        if not self._kv_transfer_config.kv_connector_extra_config.get("layers", False):
+            return False
+        for spec, names in self._groups.values():
+            specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
+            if any(type(one) not in (FullAttentionSpec, MLAAttentionSpec) for one in specs):
+                logger.warning(
+                    "%s: a cache of %s is offered as a whole, because vLLM frees blocks of it within a prompt",
+                    names[0],
+                    type(spec).__name__,
+                )
+                return False
+        return True
+
     # In the scheduler.
 
     def on_new_request(self, request: Request) -> None:
         """Record that a request is queued, so that the other side keeps its cache."""
         self._table.record_arrived(request.request_id, request.kv_transfer_params, time.monotonic())
+        if self._kv_transfer_config.is_kv_producer:
+            params, tokens = request.kv_transfer_params, request.num_prompt_tokens
+            self._table.prompts.record_arrived(request.request_id, params, tokens)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -137,7 +158,22 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteConnectorMetadata:
         """Return the news for the workers since the last step."""
+        if self._layered:
+            self._record_step(scheduler_output)
         return AioteConnectorMetadata(self._table.take_steps(time.monotonic()))
+
+    def _record_step(self, scheduled: SchedulerOutput) -> None:
+        """Record which prompts a step computes, and how far."""
+        prompts, manager = self._table.prompts, self._kv_cache_manager
+        for request in scheduled.preempted_req_ids or ():
+            prompts.record_preempted(request)
+        cached = scheduled.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before |= {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs}
+        for request, computed in before.items():
+            if manager is not None and prompts.is_computing(request):
+                computed += scheduled.num_scheduled_tokens[request]
+                prompts.record_step(request, computed, manager.get_block_ids(request))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Record the requests that the workers have received."""
@@ -157,8 +193,9 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         # The last sampled token has no cache yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1) if request.status in ENDED_WELL else 0
+        held = self._table.prompts.holds(request.request_id)
         params = self._table.record_finished(request.request_id, request.kv_transfer_params, tokens, block_ids)
-        return params is not None, params
+        return held or params is not None, params
 
     # In a worker.
 
@@ -170,6 +207,10 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
         rank = get_tp_group().rank_in_group
         extra = config.kv_connector_extra_config
+        layers, sizes = {}, None
+        if self._layered:
+            layers = {name: layer_number(name) for _, names in self._groups.values() for name in names}
+            sizes = {group: spec.block_size for group, (spec, _) in self._groups.items()}
         self._transfers = RankTransfers(
             cache_of(
                 f"{config.engine_id} rank {get_pp_group().rank_in_group}.{rank}",
@@ -182,6 +223,8 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             reads=bool(extra.get("reads", False)),
             lease=self._seconds("kv_lease_duration", LEASE_S),
             lease_limit=self._seconds("kv_lease_limit", LEASE_LIMIT_S),
+            layers={name: number for name, number in layers.items() if name in kv_caches},
+            block_tokens=sizes,
             settings=extra.get("aiote", {}),
         )
 
@@ -209,6 +252,11 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the address of this worker, once it has an engine."""
         return None if self._transfers is None else AioteHandshake(self._transfers.address)
 
+    def handle_preemptions(self, kv_connector_metadata: AioteConnectorMetadata) -> None:
+        """Begin a step before its blocks are written: wait until no transfer reads those of preempted requests."""
+        if self._transfers is not None:
+            self._transfers.begin(kv_connector_metadata.steps)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the transfers that are new in a step."""
         if self._transfers is not None:
@@ -229,10 +277,16 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Do nothing, because a request is offered only once all its layers are computed."""
+        """Offer a layer of the prompts that the step computes, with "layers"; otherwise do nothing."""
+        if self._transfers is not None:
+            self._transfers.saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """Do nothing, as `save_kv_layer`."""
+        """Offer the layers that were not saved one by one, with "layers". Does not wait: vLLM keeps the blocks until
+        `get_transfer_results` reports them.
+        """
+        if self._transfers is not None:
+            self._transfers.end()
 
     def shutdown(self) -> None:
         """End all transfers, and wait until no transfer touches a block any more."""

@@ -18,7 +18,7 @@ from ...kvcache import Cache
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layer", "cache_of"]
+__all__ = ["Layer", "cache_of", "layer_number"]
 
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 FIELD_LENGTH = 64
@@ -57,15 +57,20 @@ def cache_of(name: str, layers: Iterable[Layer], ranks: int = 1) -> Cache:
         if storage.data_ptr() not in held:
             held.add(storage.data_ptr())
             cache.hold(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-        number = NUMBER.search(layer.name)
-        field = NUMBER.sub("", layer.name, count=1) if number else layer.name
+        field = NUMBER.sub("", layer.name, count=1)
         cache.add(
             tensor.view(torch.uint8).numpy(),
             AXES[tensor.dim()],
-            layer=int(number[1]) if number else 0,
+            layer=layer_number(layer.name),
             group=layer.group,
             first_head=layer.first_head,
             fields=[field[-FIELD_LENGTH:]],
             dtype=f"{tensor.dtype} {layer.kernels}".removeprefix("torch.").strip(),
         )
     return cache
+
+
+def layer_number(name: str) -> int:
+    """Return the number of a layer by its name; 0 if that has none."""
+    number = NUMBER.search(name)
+    return int(number[1]) if number else 0

@@ -2,7 +2,8 @@
 
 | a request       | is recognized by                                 | goes to the workers as                          |
 |-----------------|--------------------------------------------------|-------------------------------------------------|
-| to be offered   | `do_remote_decode`, and it has ended well        | `Offered`; blocks are kept until workers report |
+| to be offered   | `do_remote_decode`                               | see `prompts`; blocks are kept until workers    |
+|                 |                                                  | report                                          |
 | to be received  | `do_remote_prefill`, and it has blocks           | `Wanted`, once; blocks are kept likewise        |
 | ended meanwhile | vLLM's abort                                     | its name in `cancelled`; likewise               |
 | not wanted      | `do_remote_prefill`, and it is complete, or was  | `Wanted` without rows, so that the other side   |
@@ -24,34 +25,29 @@ from msgspec import Meta
 
 import aiote
 
+from .prompts import BlockRow, Blocks, LayerSteps, PromptTable, Text
+
 __all__ = ["BlockRow", "Offered", "RequestTable", "Steps", "Wanted"]
 
-Text: TypeAlias = Annotated[str, Meta(max_length=256)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
-Blocks: TypeAlias = Sequence[Sequence[int]]
-"""The numbers of a request's blocks, for each group. Block 0 replaces blocks that a sliding window has left behind."""
 
 
 class PageLocation(msgspec.Struct, frozen=True):
     """The location of a request's pages: the workers' addresses, and the first token that they have of each group."""
 
     addresses: Annotated[list[Text], Meta(min_length=1, max_length=4096)]
-    first_tokens: Annotated[list[Count], Meta(max_length=1024)]
+    first_tokens: Annotated[list[Count], Meta(max_length=1024)] = []
 
 
 class Remote(msgspec.Struct, frozen=True):
-    """The needed part of the parameters of a request whose cache is in another engine."""
+    """The needed part of the parameters of a request whose cache is in another engine, or is computed there.
+
+    A proxy that asks both engines at once does not know the number of tokens, and leaves it out: it is the prompt's.
+    """
 
     remote_request_id: Text
-    remote_num_tokens: Count
     aiote: PageLocation
-
-
-class BlockRow(NamedTuple):
-    """Consecutive blocks of one group; `start` is the index of the first one in the request."""
-
-    blocks: list[int]
-    start: int
+    remote_num_tokens: Count | None = None
 
 
 class Offered(NamedTuple):
@@ -60,6 +56,8 @@ class Offered(NamedTuple):
     request: str
     tokens: int
     rows: dict[int, BlockRow]
+    name: str = ""
+    """The name under which it is offered, if that is not `request`."""
 
 
 class Wanted(NamedTuple):
@@ -80,13 +78,15 @@ class Steps(NamedTuple):
     cancelled: list[str]
     renewed: dict[str, list[str]] | None = None
     """Requests that still wait for their cache, by the address of the worker that keeps it, with that side's names."""
+    layers: LayerSteps | None = None
 
 
 class RequestTable:
     """The requests of one engine whose caches are received from, or offered to, other engines.
 
     block_tokens: how many tokens a block of each group has. interval: seconds between two messages to the other side
-    that a request is still wanted. `addresses` are those of this engine's workers, once they are known.
+    that a request is still wanted. layered: whether prompts are offered while they are computed. `addresses` are those
+    of this engine's workers, once they are known; `prompts` are those that it computes for other engines.
     """
 
     def __init__(
@@ -97,9 +97,11 @@ class RequestTable:
         produces: bool,
         settings: dict[str, Any],
         interval: float = 5.0,
+        layered: bool = False,
     ) -> None:
         self.addresses: list[str] = []
         self.receiving: set[str] = set()
+        self.prompts = PromptTable(block_tokens, layered=layered)
         self._block_tokens = block_tokens
         self._produces = produces
         self._engine_settings = {"remote_engine_id": engine_id, **settings}
@@ -110,13 +112,16 @@ class RequestTable:
     def take_steps(self, now: float) -> Steps:
         """Return the news for the workers since the last call."""
         steps, self._steps = self._steps, Steps([], [], [])
-        if not self._waiting or now < self._renewed_at + self._interval:
+        due = bool(self._waiting or self.prompts.has_names) and now >= self._renewed_at + self._interval
+        if (layers := self.prompts.take_steps(renew=due)) is not None:
+            steps = steps._replace(layers=layers)
+        if not due:
             return steps
         self._renewed_at, renewed = now, dict[str, list[str]]()
         for remote in self._waiting.values():
             for address in remote.aiote.addresses:
                 renewed.setdefault(address, []).append(remote.remote_request_id)
-        return steps._replace(renewed=renewed)
+        return steps._replace(renewed=renewed or None)
 
     # A request whose cache comes from another engine.
 
@@ -131,7 +136,7 @@ class RequestTable:
     def external(self, params: dict[str, Any] | None, prompt: int, computed: int) -> int:
         """Return how many tokens of a prompt can be received beyond the `computed` ones, which are here already."""
         remote = _remote(params)
-        return max(0, min(prompt, remote.remote_num_tokens) - computed) if remote else 0
+        return max(0, _count_there(remote, prompt) - computed) if remote else 0
 
     def record_allocated(
         self, request: str, params: dict[str, Any] | None, prompt: int, blocks: Blocks, count: int
@@ -145,7 +150,7 @@ class RequestTable:
         if not count:
             self._release(request, remote)
             return
-        tokens = min(prompt, remote.remote_num_tokens)
+        tokens = _count_there(remote, prompt)
         rows = {}
         for place, (group, size) in enumerate(self._block_tokens.items()):
             has, firsts = blocks[group], remote.aiote.first_tokens
@@ -164,8 +169,8 @@ class RequestTable:
     def _release(self, request: str, remote: Remote) -> None:
         """Make the workers tell the other side that this engine does not want a request's cache."""
         self._waiting.pop(request, None)
-        there = remote.aiote.addresses
-        self._steps.wanted.append(Wanted(request, remote.remote_request_id, there, remote.remote_num_tokens, {}))
+        there, tokens = remote.aiote.addresses, remote.remote_num_tokens or 0
+        self._steps.wanted.append(Wanted(request, remote.remote_request_id, there, tokens, {}))
 
     # A request whose cache goes to another engine, and the end of any request.
 
@@ -174,10 +179,12 @@ class RequestTable:
     ) -> dict[str, Any] | None:
         """Record that a request has ended, successfully if it has `tokens`; return the parameters for its receiver.
 
-        If parameters are returned, vLLM keeps the request's blocks until the workers report it. With None it frees them
-        as usual.
+        If parameters are returned, or if `prompts` holds the request, vLLM keeps its blocks until the workers report
+        it. Otherwise it frees them as usual.
         """
         self._waiting.pop(request, None)
+        wanted_here = self._produces and self.addresses and tokens and any(blocks)
+        name, offered = self.prompts.record_finished(request, well=bool(wanted_here))
         if request in self.receiving:
             self._steps.cancelled.append(request)
             return None
@@ -188,20 +195,22 @@ class RequestTable:
             params["do_remote_prefill"] = False
             self._release(request, remote)
             return None
-        if not (params.get("do_remote_decode") and self._produces and self.addresses and tokens and any(blocks)):
+        if not (params.get("do_remote_decode") and wanted_here):
             return None
+        name, tokens = name or request, offered or tokens
         rows, firsts = {}, []
         for group, size in self._block_tokens.items():
             start = _count_skipped(blocks[group])
             rows[group] = BlockRow(list(blocks[group][start : -(-tokens // size)]), start)
             firsts.append(start * size)
-        self._steps.offered.append(Offered(request, tokens, rows))
+        if not offered:
+            self._steps.offered.append(Offered(request, tokens, rows, name if name != request else ""))
         at = aiote.Address.parse(self.addresses[0])
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [row.blocks for row in rows.values()],
-            "remote_request_id": request,
+            "remote_request_id": name,
             "remote_num_tokens": tokens,
             "remote_host": at.host,
             "remote_port": at.port,
@@ -220,6 +229,11 @@ def _remote(params: dict[str, Any] | None) -> Remote | None:
         return msgspec.convert(params, Remote)
     except msgspec.ValidationError:
         return None
+
+
+def _count_there(remote: Remote, prompt: int) -> int:
+    """Return how many tokens of a prompt the other engine has, or will have."""
+    return prompt if remote.remote_num_tokens is None else min(prompt, remote.remote_num_tokens)
 
 
 def _count_skipped(blocks: Sequence[int]) -> int:

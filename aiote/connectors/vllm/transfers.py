@@ -5,15 +5,17 @@ Only `close` waits. A worker starts the new transfers at the beginning of a step
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import aiote
 
 from ... import bridge as bridges
-from ...kvcache import Cache, PageRow
+from ...kvcache import Cache
 from ...kvcache.blocking import BlockingConsumer, BlockingProducer
-from .requests import BlockRow, Steps, Wanted
+from .layers import LayerOffers, rows_of_blocks
+from .requests import Steps, Wanted
 
 __all__ = ["EndedRequests", "RankTransfers"]
 
@@ -33,8 +35,10 @@ class RankTransfers:
 
     reads: this rank reads the caches that it receives; otherwise the other side writes them. lease: seconds that an
     offer waits for its receiver, or for its next renewal; lease_limit: the most seconds that renewals can keep it.
-    turn: the number of this rank; rank 0 renews for all ranks. settings: those of `aiote.open_engine`. Raises the
-    errors of opening an engine and of registering memory.
+    turn: the number of this rank; rank 0 renews for all ranks. layers: the number of each layer by its name, to offer
+    prompts while they are computed; block_tokens: how many tokens a block of each group has, if it holds nothing but
+    its tokens. settings: those of `aiote.open_engine`. Raises the errors of opening an engine and of registering
+    memory.
     """
 
     def __init__(
@@ -47,18 +51,25 @@ class RankTransfers:
         reads: bool = False,
         lease: float = 30.0,
         lease_limit: float = 600.0,
+        layers: Mapping[str, int] | None = None,
+        block_tokens: Mapping[int, int] | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.reads, self._renews = reads, turn == 0
         self.bridge = bridges.acquire(**(settings or {}))
         self._producer: BlockingProducer | None = None
         self._consumer: BlockingConsumer | None = None
+        self._offers: LayerOffers | None = None
+        self._named: dict[str, str] = {}
         self._receiving: dict[str, Wanted] = {}
         self._cancelled: set[str] = set()
         self._refused = EndedRequests(set(), set(), {})
         try:
             if produces:
-                self._producer = BlockingProducer(self.bridge, cache, match_timeout=lease, renewal_limit=lease_limit)
+                self._producer = BlockingProducer(
+                    self.bridge, cache, match_timeout=lease, renewal_limit=lease_limit, page_tokens=block_tokens
+                )
+                self._offers = LayerOffers(self._producer, layers or {})
             if consumes:
                 self._consumer = BlockingConsumer(self.bridge, cache, turn=turn)
         except BaseException:
@@ -70,13 +81,32 @@ class RankTransfers:
         """The address at which receivers reach this rank."""
         return str(self.bridge.engine.address)
 
+    def begin(self, steps: Steps) -> None:
+        """Begin a step, before its computation: offer what it will compute. Waits only for the writes of preempted
+        requests, until no transfer reads their blocks.
+        """
+        if steps.layers is not None and self._offers is not None:
+            self._offers.begin(steps.layers)
+
+    def saved(self, layer: str) -> None:
+        """Record that a step has computed a layer."""
+        if self._offers is not None:
+            self._offers.saved(layer)
+
+    def end(self) -> None:
+        """Record that a step has computed all layers."""
+        if self._offers is not None:
+            self._offers.end()
+
     def start(self, steps: Steps) -> None:
         """Begin the new transfers of a step. `take_ended` reports a transfer that cannot begin."""
         for request in steps.offered:
+            name = request.name or request.request
             try:
                 assert self._producer is not None
-                rows = _rows(request.rows)
-                self._producer.offer(request.request, tokens=request.tokens, rows=rows, readers=None, computed=True)
+                rows = rows_of_blocks(request.rows)
+                self._producer.offer(name, tokens=request.tokens, rows=rows, readers=None, computed=True)
+                self._named[name] = request.request
             except aiote.AioteError:
                 # The producer refuses a receiver that asks for this request, after a wait of `lease` seconds.
                 self._refused.sent.add(request.request)
@@ -99,7 +129,7 @@ class RankTransfers:
                 wanted.addresses,
                 wanted.remote_request,
                 tokens=wanted.tokens,
-                rows=_rows(wanted.rows),
+                rows=rows_of_blocks(wanted.rows),
                 reads=self.reads,
                 name=wanted.request,
             )
@@ -109,10 +139,11 @@ class RankTransfers:
     def take_ended(self) -> EndedRequests:
         """Return the transfers that have ended since the last call."""
         ended, self._refused = self._refused, EndedRequests(set(), set(), {})
-        if self._producer is not None:
+        if self._producer is not None and self._offers is not None:
             over = self._producer.poll()
             # The pages are free however the transfer ended; the receiver learns the outcome by itself.
-            ended.sent.update(over.moved, over.failed)
+            free = self._offers.record_over({*over.moved, *over.failed})
+            ended.sent.update(self._named.pop(name, name) for name in free)
         if self._consumer is not None:
             over = self._consumer.poll()
             ended.received.update(over.moved)
@@ -139,7 +170,3 @@ class RankTransfers:
             for side in (self._consumer, self._producer):
                 if side is not None:
                     all_of_it.callback(side.close)
-
-
-def _rows(rows: dict[int, BlockRow]) -> dict[int, PageRow]:
-    return {group: PageRow(row.blocks, row.start) for group, row in rows.items()}
