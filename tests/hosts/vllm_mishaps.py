@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import random
+import signal
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -122,6 +126,47 @@ class Mishaps:
         filled = list(self.filled or ())
         self.look(filled)
         return len(filled), sorted(self.changed), self.cancelled
+
+    # While a prompt is computed.
+
+    def trace_saves(self, die_at: int = 0) -> None:
+        """Take note of each layer that vLLM saves from now on, and of how many writes were over then. Die at the
+        save with number `die_at`, counted from 1.
+        """
+        connector = self.connector()
+        save, self.saves = type(connector).save_kv_layer.__get__(connector), list[tuple[float, str, int]]()
+
+        def saved(layer: str, *arguments: Any, **more: Any) -> None:
+            save(layer, *arguments, **more)
+            landed = HeldBatch.latest.landed if HeldBatch.latest is not None else 0
+            self.saves.append((time.monotonic(), layer, landed))
+            if len(self.saves) == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        HeldBatch.latest = None
+        connector.save_kv_layer = saved
+
+    def saved_layers(self) -> list[tuple[float, str, int]]:
+        """Return and forget the layers that were saved."""
+        found, self.saves[:] = list(self.saves), []
+        HeldBatch.latest = None
+        return found
+
+    def is_asked(self, name: str) -> bool:
+        """Return whether a decode rank has asked for a request."""
+        sessions = self.connector()._transfers._producer._inner._sessions.values()
+        return any(name in session.asked for session in sessions)
+
+    def preempt_before(self, step: int) -> None:
+        """Preempt all running requests before the step with this number in which there are some, counted from 1."""
+        schedule, count = self.scheduler.schedule, itertools.count(1)
+
+        def scheduled(*arguments: Any, **more: Any) -> Any:
+            if self.scheduler.running and next(count) == step:
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return schedule(*arguments, **more)
+
+        self.scheduler.schedule = scheduled
 
     # What came to which block, of an engine whose workers are in processes of their own.
 
