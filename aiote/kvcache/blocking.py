@@ -7,9 +7,9 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent import futures
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
@@ -19,11 +19,12 @@ import anyio
 import aiote
 
 from ..bridge import Bridge, Call, Promise, outlast
-from .consumer import Consumer
+from .consumer import Consumer, Reception
 from .moving import Rows, check_target, token_count
 from .offers import Offer
 from .producer import Producer
 from .producers import Place
+from .protocol import TransferRefused
 from .tensors import Cache
 
 if TYPE_CHECKING:
@@ -153,7 +154,14 @@ class BlockingConsumer(Blocking[Consumer]):
 
     def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
         self._renewals: dict[str, Call[None]] = {}
+        self._begun: SimpleQueue[str] = SimpleQueue()
+        self._receptions: dict[str, tuple[Reception, Promise[None]]] = {}
         super().__init__(bridge, lambda engine: Consumer(engine, cache, **settings))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the cache's layers, in their order."""
+        return tuple(self._inner.layers)
 
     def submit(
         self,
@@ -164,20 +172,55 @@ class BlockingConsumer(Blocking[Consumer]):
         rows: Rows,
         reads: bool = False,
         name: str | None = None,
+        begins: bool = False,
     ) -> None:
         """Move a request's cache into pages as `Consumer.receive` does. The bridge owns the pages until `poll` names
-        the request. name: the request's name here, if several producers choose request names independently. Raises
-        UsageError for a request that is open, and for pages that cannot hold the tokens.
+        the request. name: the request's name here, if several producers choose request names independently. begins:
+        `take_begun` names the request when its first layer has arrived. Raises UsageError for a request that is open,
+        and for pages that cannot hold the tokens.
         """
         tokens = token_count(tokens)
         check_target(self._inner.spec, rows, tokens)
-        receiving = partial(self._receive, producers, request, tokens, rows, reads)
-        self._begin(request if name is None else name, rows, receiving)
+        name = request if name is None else name
+        receiving = partial(self._receive, name if begins else "", producers, request, tokens, rows, reads)
+        self._begin(name, rows, receiving)
 
-    async def _receive(self, producers: Sequence[Place], request: str, tokens: int, rows: Rows, reads: bool) -> str:
+    async def _receive(
+        self, begins: str, producers: Sequence[Place], request: str, tokens: int, rows: Rows, reads: bool
+    ) -> str:
         async with self._inner.receive(producers, request, tokens=tokens, rows=rows, reads=reads) as reception:
+            if begins and reception.counts_suffice:
+                await reception.arrived(1)
+                self._receptions[begins] = reception, Promise()
+                self._begun.put(begins)
             await reception.arrived()
         return ""
+
+    def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:
+        super()._end(request, rows, call)
+        # Only after `poll` can name the request, because `await_layers` promises that.
+        _, over = self._receptions.pop(request, (None, None))
+        if over is not None:
+            over.settle(None)
+
+    def take_begun(self) -> list[str]:
+        """Return the requests whose first layer has arrived since the last call, of those submitted with `begins`. Some
+        of them may have ended. A request to which several ranks write, or that is read, is not among them.
+        """
+        return [self._begun.get_nowait() for _ in range(self._begun.qsize())]
+
+    def await_layers(self, requests: Iterable[str], layers: int, limit: float) -> None:
+        """Wait until the first `layers` layers of requests that `take_begun` has named have arrived. A request fails if
+        they do not come within `limit` seconds. For a request that has failed, this waits until `poll` names it: the
+        program owns its pages again. Requests that have ended are ignored. An interruption is raised after the wait.
+        """
+        named = [self._receptions.get(name) for name in requests]
+        pending = [found for found in named if found is not None and found[0].layers < layers]
+        if pending:
+            outlast(self._bridge.submit(_await_layers([reception for reception, _ in pending], layers, limit)))
+        for reception, over in pending:
+            if reception.failed:
+                outlast(over)
 
     def renew(self, waiting: Mapping[str, Sequence[str]]) -> None:
         """Make prefill ranks (by address) keep requests that wait for pages, as `Consumer.renew` does.
@@ -271,6 +314,17 @@ class BlockingProducer(Blocking[Producer]):
         offers = [self._offers[name] for name in requests if name in self._offers]
         if offers:
             outlast(self._bridge.submit(_suspend(offers, limit)))
+
+
+async def _await_layers(receptions: Sequence[Reception], layers: int, limit: float) -> None:
+    with anyio.move_on_after(limit) as scope:
+        for reception in receptions:
+            with suppress(TransferRefused):
+                await reception.arrived(layers)
+    if scope.cancelled_caught:
+        for reception in receptions:
+            if reception.layers < layers:
+                reception.fail(f"its first {layers} layers did not arrive within {limit} s of the computation")
 
 
 async def _extend(offer: Offer, rows: Rows) -> None:

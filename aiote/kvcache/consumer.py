@@ -102,6 +102,11 @@ class Reception:
             return self._block.row.progress[0] == len(self._consumer.layers)
         return self.layers == len(self._consumer.layers)
 
+    @property
+    def counts_suffice(self) -> bool:
+        """Whether the counts alone tell that a layer has arrived: one rank writes, and this rank does not read."""
+        return not (self._reads or self._unconfirmed)
+
     async def arrived(self, layers: int | None = None) -> None:
         """Wait until the first `layers` layers of the cache have arrived, by default all. Raises TransferRefused.
 
