@@ -18,6 +18,8 @@ IN_STEP = 384
 WHOLE, CHUNKS = 300, 900
 LEASE_S = 3600
 """Longer than any test waits: blocks that are free again were not given up for that."""
+LAYER_S = 0.1
+"""The most that the prefill engine waits before it writes a layer, so that a decode engine has to wait for it."""
 NUMBERS = count()
 
 
@@ -43,8 +45,7 @@ def sides(model, tmp_path_factory) -> Iterator[dict[str, Side]]:
     for name, side in made.items():
         side.ready()
         if name != "decode":
-            # An answer of a prefill engine has the addresses of its workers, which stay the same.
-            side.addresses = side.prefill(prompt(1, 99))["aiote"]["addresses"]
+            side.addresses = side.ask("addresses")
     yield made
     for side in made.values():
         side.close()
@@ -76,15 +77,16 @@ def both(sides: dict[str, Side], tokens: int, prefiller: str = "prefill") -> tup
 
 def all_free(sides: dict[str, Side], free: dict[str, int], *names: str) -> None:
     for name in names:
-        sides[name].ask("forget")
         sides[name].until(lambda name=name: sides[name].ask("free") == free[name])
+        # A prefix is forgotten only when no request holds blocks.
+        assert sides[name].ask("forget")
 
 
 @pytest.mark.parametrize("tokens", [WHOLE, CHUNKS], ids=["whole", "chunks"])
 def test_layers_move_while_later_ones_are_computed(sides, free, expected, tokens):
     """The trace has each layer that vLLM saved, in order, and how many writes were over by then."""
     prefill, decode = sides["prefill"], sides["decode"]
-    prefill.ask("forget")
+    all_free(sides, free, "prefill")
     prefill.ask("trace_saves")
     sending, receiving = both(sides, tokens)
     answer = decode.wait(receiving)
@@ -92,15 +94,16 @@ def test_layers_move_while_later_ones_are_computed(sides, free, expected, tokens
     assert (prefill.wait(sending).params or {})["remote_num_tokens"] == tokens
     trace = prefill.ask("saved_layers")
     print(f"{tokens} tokens:", *(f"{(at - trace[0][0]) * 1e3:.1f} ms: {landed}" for at, _, landed in trace), sep="\n  ")
-    assert len(trace) == LAYERS * -(-tokens // IN_STEP)
+    assert [layer for _, layer, _ in trace] == [layer for _, layer, _ in trace[:LAYERS]] * -(-tokens // IN_STEP)
     assert trace == sorted(trace)
     assert [landed for _, _, landed in trace] == sorted(landed for _, _, landed in trace)
     assert trace[-1][2] > 0, "some layers had arrived before the last one was computed"
     all_free(sides, free, "decode")
 
 
-def test_a_prompt_that_is_preempted_between_two_chunks_comes(sides, expected):
+def test_a_prompt_that_is_preempted_between_two_chunks_comes(sides, free, expected):
     prefill, decode = sides["prefill"], sides["decode"]
+    all_free(sides, free, "prefill")
     prefill.ask("count_preemptions")
     prefill.ask("preempt_before", 2)
     sending, receiving = both(sides, CHUNKS)
@@ -137,4 +140,46 @@ def test_an_engine_that_dies_between_two_layers_costs_no_block(sides, free, expe
     _, receiving = both(sides, WHOLE, "doomed")
     assert decode.wait(receiving).tokens == expected[WHOLE]
     assert decode.ask("failures") == 1
+    all_free(sides, free, "decode")
+
+
+# The decode engine computes a request once its first layer is here.
+
+
+@pytest.fixture(scope="module")
+def early(sides, free, expected) -> Side:
+    """The decode engine, which waits for each layer alone."""
+    decode = sides["decode"]
+    decode.ask("rewire", config("kv_consumer", policy="recompute", layer_loads=True))
+    decode.ask("trace_loads")
+    return decode
+
+
+@pytest.mark.parametrize("tokens", [WHOLE, CHUNKS], ids=["whole", "chunks"])
+def test_a_layer_is_computed_while_later_ones_are_to_come(sides, free, expected, early, tokens):
+    """The trace has each layer that vLLM waited for, and how many layers of the request were here after the wait."""
+    all_free(sides, free, "prefill")
+    sides["prefill"].ask("slow", LAYER_S)
+    sending, receiving = both(sides, tokens)
+    answer = early.wait(receiving)
+    assert (answer.tokens, answer.errors) == (expected[tokens], [])
+    sides["prefill"].wait(sending)
+    sides["prefill"].ask("slow", 0.0)
+    trace = early.ask("loaded_layers")
+    print(f"{tokens} tokens:", *(f"{(at - trace[0][0]) * 1e3:.1f} ms: {here}" for at, here in trace), sep="\n  ")
+    assert len(trace) == LAYERS
+    assert all(here > number for number, (_, here) in enumerate(trace))
+    assert trace[0][1] < LAYERS, "the first layer was computed before the last one was here"
+    all_free(sides, free, "decode")
+
+
+def test_an_engine_that_dies_between_two_loads_costs_no_block(sides, free, expected, early):
+    assert early.generate(prompt(WHOLE), COUNT).tokens == expected[WHOLE]
+    early.ask("failures")
+    all_free(sides, free, "decode")
+    sides["prefill"].ask("slow", LAYER_S)
+    sides["prefill"].ask("trace_saves", LAYERS // 2)
+    _, receiving = both(sides, WHOLE)
+    assert early.wait(receiving).tokens == expected[WHOLE]
+    assert early.ask("failures") == 1
     all_free(sides, free, "decode")

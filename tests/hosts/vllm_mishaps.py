@@ -152,6 +152,33 @@ class Mishaps:
         HeldBatch.latest = None
         return found
 
+    def trace_loads(self) -> None:
+        """Take note of each layer that vLLM waits for while a request is loading, and of how many layers of it were
+        here after the wait.
+        """
+        connector = self.connector()
+        wait, self.loads = connector.wait_for_layer_load, list[tuple[float, int]]()
+        consumer, loads = connector._transfers._consumer, connector._transfers._loads
+
+        def waited(layer: str) -> None:
+            is_loading = bool(loads._loading)
+            wait(layer)
+            if is_loading:
+                blocks = [one._block for one in consumer._inner._receptions if one._block is not None]
+                here = min((int(block.row.progress[0]) for block in blocks), default=len(consumer.layers))
+                self.loads.append((time.monotonic(), here))
+
+        connector.wait_for_layer_load = waited
+
+    def loaded_layers(self) -> list[tuple[float, int]]:
+        """Return and forget the layers that were waited for."""
+        found, self.loads[:] = list(self.loads), []
+        return found
+
+    def addresses(self) -> list[str]:
+        """Return the addresses of the engine's only worker, as a prefill engine's answers have them."""
+        return [self.connector()._transfers.address]
+
     def is_asked(self, name: str) -> bool:
         """Return whether a decode rank has asked for a request."""
         sessions = self.connector()._transfers._producer._inner._sessions.values()

@@ -67,12 +67,13 @@ class AioteHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves KV caches from prefill to decode engines, between vLLM's own tensors.
 
-    `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that a
-    computed prompt waits for its decode engine (30); "kv_lease_limit", the most seconds for which a decode engine can
-    renew that time while the request is queued there (600); "reads": if true, decode workers read, if false (the
-    default), prefill workers write; "layers": if true, a prefill worker offers each layer when it is computed, if false
-    (the default), a prompt when all of it is. vLLM's `kv_load_failure_policy` decides what happens to a request whose
-    cache does not come.
+    `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that
+    a computed prompt waits for its decode engine (30); "kv_lease_limit", the most seconds for which a decode engine
+    can renew that time while the request is queued there (600); "reads": if true, decode workers read, if false
+    (the default), prefill workers write; "layers": if true, a prefill worker offers each layer when it is computed,
+    if false (the default), a prompt when all of it is; "layer_loads": if true, a decode engine computes a request
+    once its first layer has arrived, and waits for each other layer in that step, if false (the default), once all
+    have. vLLM's `kv_load_failure_policy` decides what happens to a request whose cache does not come.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -84,6 +85,8 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise UsageError("the KV connector does not support context parallelism; set its sizes to 1")
         self._groups = _groups(kv_cache_config)
         self._layered = self._is_layered()
+        self._early = self._loads_layers(len(kv_cache_config.kv_cache_groups))
+        self._loading: dict[str, Request] = {}
         self._table = RequestTable(
             self._kv_transfer_config.engine_id,
             {group: spec.block_size for group, (spec, _) in self._groups.items()},
@@ -91,6 +94,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings={"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size},
             interval=self._seconds("kv_lease_duration", LEASE_S) / RENEWALS,
             layered=self._layered,
+            early=self._early,
         )
         self._transfers: RankTransfers | None = None
 
@@ -99,6 +103,11 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the layout with pages of whole heads, layer by layer, if vLLM has a choice; None if it has not."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether vLLM has to call the connector at each layer, which a graph of the whole model does not."""
+        return bool(extra_config.get("layers", False) or extra_config.get("layer_loads", False))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -125,6 +134,24 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
                 return False
         return True
+
+    def _loads_layers(self, groups: int) -> bool:
+        """Return whether requests are computed before all their layers are here: if that is wished, and vLLM can be
+        told afterwards that the layers have not come.
+        """
+        config, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
+        if not config.is_kv_consumer or not config.kv_connector_extra_config.get("layer_loads", False):
+            return False
+        obstacles = {
+            "several ranks": parallel.world_size > 1,
+            "several groups of blocks": groups > 1,
+            "asynchronous scheduling": bool(self._vllm_config.scheduler_config.async_scheduling),
+            "layers in an engine that is also a producer": self._layered and config.is_kv_producer,
+        }
+        found = [name for name, present in obstacles.items() if present]
+        if found:
+            logger.warning("layer_loads has no effect with %s: a request waits for all its layers", " or ".join(found))
+        return not found
 
     # In the scheduler.
 
@@ -155,11 +182,15 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Request that the workers receive a request's cache into its blocks."""
         params, prompt = request.kv_transfer_params, request.num_prompt_tokens
         self._table.record_allocated(request.request_id, params, prompt, blocks.get_block_ids(), num_external_tokens)
+        if self._early and num_external_tokens:
+            self._loading[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteConnectorMetadata:
         """Return the news for the workers since the last step."""
         if self._layered:
             self._record_step(scheduler_output)
+        if self._table.uncomputed:
+            self._record_loads(scheduler_output)
         return AioteConnectorMetadata(self._table.take_steps(time.monotonic()))
 
     def _record_step(self, scheduled: SchedulerOutput) -> None:
@@ -175,10 +206,21 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 computed += scheduled.num_scheduled_tokens[request]
                 prompts.record_step(request, computed, manager.get_block_ids(request))
 
+    def _record_loads(self, scheduled: SchedulerOutput) -> None:
+        """Record which of the requests that were received early a step computes, and which have their blocks only."""
+        loads = {name: self._loading[name] for name in self._table.uncomputed}
+        computed = [name for name in loads if name in scheduled.num_scheduled_tokens]
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        held = [name for name, request in loads.items() if name not in computed and request.status is not waiting]
+        self._table.record_computation(computed, held)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the requests that the workers have received."""
+        """Record the requests that the workers have received. Forget the contents of blocks that have not come."""
         for request in connector_output.finished_recving or ():
             self._table.record_received(request)
+        if self._early and connector_output.invalid_block_ids and self._kv_cache_manager is not None:
+            # Otherwise a request with the same prefix may take them before they are computed here.
+            self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Do as `request_finished_all_groups`, for an engine with a single group."""
@@ -194,6 +236,8 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # The last sampled token has no cache yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1) if request.status in ENDED_WELL else 0
         held = self._table.prompts.holds(request.request_id)
+        held |= self._table.record_left(request.request_id, has_output=request.num_output_tokens > 0)
+        self._loading.pop(request.request_id, None)
         params = self._table.record_finished(request.request_id, request.kv_transfer_params, tokens, block_ids)
         return held or params is not None, params
 
@@ -208,8 +252,10 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = get_tp_group().rank_in_group
         extra = config.kv_connector_extra_config
         layers, sizes = {}, None
+        numbers = {name: layer_number(name) for _, names in self._groups.values() for name in names}
+        numbers = {name: number for name, number in numbers.items() if name in kv_caches}
         if self._layered:
-            layers = {name: layer_number(name) for _, names in self._groups.values() for name in names}
+            layers = numbers
             sizes = {group: spec.block_size for group, (spec, _) in self._groups.items()}
         self._transfers = RankTransfers(
             cache_of(
@@ -223,8 +269,9 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             reads=bool(extra.get("reads", False)),
             lease=self._seconds("kv_lease_duration", LEASE_S),
             lease_limit=self._seconds("kv_lease_limit", LEASE_LIMIT_S),
-            layers={name: number for name, number in layers.items() if name in kv_caches},
+            layers=layers,
             block_tokens=sizes,
+            loads=numbers if self._early else None,
             settings=extra.get("aiote", {}),
         )
 
@@ -271,8 +318,16 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.warning("The KV cache of request %s did not arrive: %s", request, why)
         return KVConnectorTransferResults(ended.sent, ended.received, set(ended.failed))
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of requests whose layers have not all come, although vLLM was told that it may begin."""
+        return self._transfers.invalid if self._transfers is not None else set()
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, because a request is computed only once all its layers are here."""
+        """Wait for a layer of the requests that have begun, with "layer_loads"; otherwise do nothing, because a request
+        is computed only once all its layers are here.
+        """
+        if self._transfers is not None:
+            self._transfers.wait(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -282,8 +337,9 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._transfers.saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """Offer the layers that were not saved one by one, with "layers". Does not wait: vLLM keeps the blocks until
-        `get_transfer_results` reports them.
+        """Offer the layers that were not saved one by one, with "layers". Does not wait for transfers from this rank:
+        vLLM keeps the blocks until `get_transfer_results` reports them. Wait for the layers that are still to arrive,
+        with "layer_loads".
         """
         if self._transfers is not None:
             self._transfers.end()

@@ -79,14 +79,20 @@ class Steps(NamedTuple):
     renewed: dict[str, list[str]] | None = None
     """Requests that still wait for their cache, by the address of the worker that keeps it, with that side's names."""
     layers: LayerSteps | None = None
+    computed: Sequence[str] = ()
+    """Requests that were received early, and that this step computes for the first time."""
+    held: Sequence[str] = ()
+    """Requests that were received early, and have blocks that they share with others, but are not computed yet."""
 
 
 class RequestTable:
     """The requests of one engine whose caches are received from, or offered to, other engines.
 
     block_tokens: how many tokens a block of each group has. interval: seconds between two messages to the other side
-    that a request is still wanted. layered: whether prompts are offered while they are computed. `addresses` are those
-    of this engine's workers, once they are known; `prompts` are those that it computes for other engines.
+    that a request is still wanted. layered: whether prompts are offered while they are computed. early: whether the
+    workers report a request as received before all its layers are here. `addresses` are those of this engine's workers,
+    once they are known; `prompts` are those that it computes for other engines; `uncomputed` are the requests that were
+    received early and that no step has computed yet.
     """
 
     def __init__(
@@ -98,9 +104,13 @@ class RequestTable:
         settings: dict[str, Any],
         interval: float = 5.0,
         layered: bool = False,
+        early: bool = False,
     ) -> None:
         self.addresses: list[str] = []
         self.receiving: set[str] = set()
+        self.uncomputed: set[str] = set()
+        self._loading: set[str] = set()
+        self._early = early
         self.prompts = PromptTable(block_tokens, layered=layered)
         self._block_tokens = block_tokens
         self._produces = produces
@@ -163,8 +173,28 @@ class RequestTable:
 
     def record_received(self, request: str) -> None:
         """Record that the workers have reported a request, whatever its outcome."""
+        if self._early and request in self.receiving:
+            self._loading.add(request)
+            self.uncomputed.add(request)
         self.receiving.discard(request)
         self._waiting.pop(request, None)
+
+    def record_computation(self, computed: Sequence[str], held: Sequence[str]) -> None:
+        """Record which of the `uncomputed` requests a step computes, and which have blocks but are not computed."""
+        self.uncomputed.difference_update(computed)
+        self._steps = self._steps._replace(computed=computed, held=held)
+
+    def record_left(self, request: str, *, has_output: bool) -> bool:
+        """Record that a request ends, perhaps before a step that waited for its layers is over: it then has no output.
+        Return whether layers may still arrive, so that its blocks are kept until the workers report it once more.
+        """
+        self.uncomputed.discard(request)
+        if request not in self._loading:
+            return False
+        self._loading.discard(request)
+        if not has_output:
+            self._steps.cancelled.append(request)
+        return not has_output
 
     def _release(self, request: str, remote: Remote) -> None:
         """Make the workers tell the other side that this engine does not want a request's cache."""
@@ -185,10 +215,7 @@ class RequestTable:
         self._waiting.pop(request, None)
         wanted_here = self._produces and self.addresses and tokens and any(blocks)
         name, offered = self.prompts.record_finished(request, well=bool(wanted_here))
-        if request in self.receiving:
-            self._steps.cancelled.append(request)
-            return None
-        if params is None:
+        if self._cancel_receiving(request) or params is None:
             return None
         remote = _remote(params)
         if remote is not None:
@@ -219,6 +246,16 @@ class RequestTable:
             "transfer_mode": "pull",
             "aiote": {"addresses": self.addresses, "first_tokens": firsts},
         }
+
+    def _cancel_receiving(self, request: str) -> bool:
+        """Make the workers cancel a request that they receive; return whether they do. Its blocks are free when they
+        report it, so that report does not mean that the request has begun.
+        """
+        if request not in self.receiving:
+            return False
+        self.receiving.discard(request)
+        self._steps.cancelled.append(request)
+        return True
 
 
 def _remote(params: dict[str, Any] | None) -> Remote | None:

@@ -1,6 +1,7 @@
 """A worker's side of KV transfers: the caches that its rank offers and receives. Knows nothing of vLLM.
 
-Only `close` waits. A worker starts the new transfers at the beginning of a step, and polls at its end which have ended.
+A worker starts the new transfers at the beginning of a step, and polls at its end which have ended. `close` waits for
+all transfers. Within a step only `begin` waits, for preempted requests, and with `loads` also `wait` and `end`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ... import bridge as bridges
 from ...kvcache import Cache
 from ...kvcache.blocking import BlockingConsumer, BlockingProducer
 from .layers import LayerOffers, rows_of_blocks
+from .loads import LayerLoads
 from .requests import Steps, Wanted
 
 __all__ = ["EndedRequests", "RankTransfers"]
@@ -37,8 +39,9 @@ class RankTransfers:
     offer waits for its receiver, or for its next renewal; lease_limit: the most seconds that renewals can keep it.
     turn: the number of this rank; rank 0 renews for all ranks. layers: the number of each layer by its name, to offer
     prompts while they are computed; block_tokens: how many tokens a block of each group has, if it holds nothing but
-    its tokens. settings: those of `aiote.open_engine`. Raises the errors of opening an engine and of registering
-    memory.
+    its tokens. loads: the same for the caches that it receives, to name a request as received when its first layer has
+    arrived, and to wait for the others while it is computed. settings: those of `aiote.open_engine`. Raises the errors
+    of opening an engine and of registering memory.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RankTransfers:
         lease_limit: float = 600.0,
         layers: Mapping[str, int] | None = None,
         block_tokens: Mapping[int, int] | None = None,
+        loads: Mapping[str, int] | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.reads, self._renews = reads, turn == 0
@@ -60,6 +64,7 @@ class RankTransfers:
         self._producer: BlockingProducer | None = None
         self._consumer: BlockingConsumer | None = None
         self._offers: LayerOffers | None = None
+        self._loads: LayerLoads | None = None
         self._named: dict[str, str] = {}
         self._receiving: dict[str, Wanted] = {}
         self._cancelled: set[str] = set()
@@ -72,6 +77,8 @@ class RankTransfers:
                 self._offers = LayerOffers(self._producer, layers or {})
             if consumes:
                 self._consumer = BlockingConsumer(self.bridge, cache, turn=turn)
+                if loads:
+                    self._loads = LayerLoads(self._consumer, loads)
         except BaseException:
             self.close()
             raise
@@ -87,6 +94,13 @@ class RankTransfers:
         """
         if steps.layers is not None and self._offers is not None:
             self._offers.begin(steps.layers)
+        if self._loads is not None:
+            self._loads.begin(steps)
+
+    def wait(self, layer: str) -> None:
+        """Wait until a layer of the requests that were named as received early has arrived, or they have failed."""
+        if self._loads is not None:
+            self._loads.wait(layer)
 
     def saved(self, layer: str) -> None:
         """Record that a step has computed a layer."""
@@ -94,9 +108,16 @@ class RankTransfers:
             self._offers.saved(layer)
 
     def end(self) -> None:
-        """Record that a step has computed all layers."""
+        """Record that a step has computed all layers; wait for those that are still to arrive, as `wait` does."""
         if self._offers is not None:
             self._offers.end()
+        if self._loads is not None:
+            self._loads.end()
+
+    @property
+    def invalid(self) -> set[int]:
+        """The blocks of the last `take_ended` whose contents did not come, of requests named as received before."""
+        return self._loads.invalid if self._loads is not None else set()
 
     def start(self, steps: Steps) -> None:
         """Begin the new transfers of a step. `take_ended` reports a transfer that cannot begin."""
@@ -116,6 +137,8 @@ class RankTransfers:
             if self._consumer is not None and name in self._receiving:
                 self._cancelled.add(name)
                 self._consumer.cancel(name)
+            elif self._loads is not None:
+                self._loads.cancel(name)
         if steps.renewed and self._renews and self._consumer is not None:
             self._consumer.renew(steps.renewed)
 
@@ -132,6 +155,7 @@ class RankTransfers:
                 rows=rows_of_blocks(wanted.rows),
                 reads=self.reads,
                 name=wanted.request,
+                begins=self._loads is not None,
             )
         except aiote.AioteError as error:
             self._refused.failed[wanted.request] = str(error)
@@ -144,10 +168,13 @@ class RankTransfers:
             # The pages are free however the transfer ended; the receiver learns the outcome by itself.
             free = self._offers.record_over({*over.moved, *over.failed})
             ended.sent.update(self._named.pop(name, name) for name in free)
+        begun, free, broken = set[str](), set[str](), dict[str, str]()
         if self._consumer is not None:
             over = self._consumer.poll()
             ended.received.update(over.moved)
             ended.failed.update(over.failed)
+            if self._loads is not None:
+                free, broken = self._loads.take(over)
         ended.received.update(ended.failed)
         # Leave out requests without rows, which were not wanted: vLLM does not wait for them.
         ended.received.intersection_update(self._receiving)
@@ -158,7 +185,10 @@ class RankTransfers:
                 self._cancelled.discard(name)
                 ended.failed.pop(name, None)
                 self._receive(wanted._replace(rows={}))
-        return ended._replace(failed={name: why for name, why in ended.failed.items() if name in ended.received})
+        failed = {name: why for name, why in ended.failed.items() if name in ended.received}
+        if self._loads is not None:
+            begun = self._loads.take_begun(self._receiving, self._cancelled)
+        return EndedRequests(ended.sent, ended.received | begun | free, failed | broken)
 
     def close(self) -> None:
         """End all transfers, wait until they no longer touch any page, and release the engine. Idempotent.
