@@ -28,7 +28,7 @@ MODEL = Model(layers=6, heads=2, item=512, state=5)
 SHAPE = (128, 256)
 SOURCES = Layout.over([0], {name: (SHAPE, "I32", Replicate()) for name in "abcd"})
 TARGETS = Layout.over([0], {name: (SHAPE, "I32", Shard(1)) for name in "abcd"})
-EXPERTS = MoeConfig(experts=6, top_k=2, hidden=512, tokens=16, rows=96, placement="direct")
+EXPERTS = MoeConfig(experts=6, top_k=2, hidden=512, tokens=16, rows=96, placement="direct", shared_memory="off")
 
 
 def names(nics: int) -> list[str]:
