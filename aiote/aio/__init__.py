@@ -10,10 +10,12 @@ from .driver import Driver
 from .handover import Handover, close_aside, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall, in_thread
-from .waiting import Signal, finish, poll_until, run, run_within, sleep, wait_shielded, wake
+from .tasks import TaskScope, report_callback_error, run_background_tasks, run_shielded
+from .waiting import Condition, finish, poll_until, run, run_within, sleep, wait_shielded, wake
 
 __all__ = [
     "ByteStream",
+    "Condition",
     "ControlConnection",
     "ControlListener",
     "Driver",
@@ -21,7 +23,7 @@ __all__ = [
     "Handover",
     "LoopTask",
     "PendingConnection",
-    "Signal",
+    "TaskScope",
     "ThreadCall",
     "Waiter",
     "close_aside",
@@ -32,7 +34,10 @@ __all__ = [
     "in_thread",
     "poll_until",
     "report",
+    "report_callback_error",
     "run",
+    "run_background_tasks",
+    "run_shielded",
     "run_within",
     "sleep",
     "wait_shielded",

@@ -20,7 +20,7 @@ from ..core.control import ControlError, ControlProtocol, Event, MessageReceived
 from ..core.control_frames import Bye, SessionMessage
 from ..errors import PeerError, PeerRefusedError
 from .loops import EventLoop, LoopTask, report
-from .waiting import Signal
+from .waiting import Condition
 
 __all__ = ["ControlConnection", "ControlListener", "PendingConnection", "dial"]
 
@@ -50,8 +50,8 @@ class ControlConnection:
         self.linger = 0.0
         self._loop = loop
         self._stream = stream
-        self._outgoing = Signal(loop)
-        self._changed = Signal(loop)
+        self._outgoing = Condition(loop)
+        self._changed = Condition(loop)
         self._unsent = bytearray()
         self._ended = False
         self._stopped_reading = False
@@ -89,7 +89,7 @@ class ControlConnection:
         self._unsent += data
         if len(self._unsent) > MAX_UNSENT:
             self.end("it does not read what we send it")
-        self._outgoing.set()
+        self._outgoing.wake_all()
 
     def end(self, reason: str) -> None:
         """Mark the connection as ended and call `on_end`. `aclose` still tries to send the queued bytes. Idempotent."""
@@ -97,7 +97,7 @@ class ControlConnection:
             return
         self._ended = True
         self.reason = reason
-        self._outgoing.set()
+        self._outgoing.wake_all()
         if self.on_end is not None:
             self.on_end(reason)
 
@@ -107,8 +107,7 @@ class ControlConnection:
         A peer says Bye when its endpoints are closed. A `Failed` says nothing about them.
         """
         with anyio.move_on_after(self.linger, shield=True):
-            while not self._farewell and not self._stopped_reading:
-                await self._changed.wait()
+            await self._changed.until(lambda: self._farewell or self._stopped_reading)
         return self._farewell
 
     async def aclose(self, patience: float = 0.2) -> None:
@@ -121,8 +120,7 @@ class ControlConnection:
                     for task in self._tasks[1:]:
                         await task.join()
                 with anyio.move_on_after(self.linger):
-                    while self.linger and not self._stopped_reading:
-                        await self._changed.wait()
+                    await self._changed.until(lambda: not self.linger or self._stopped_reading)
                 for task in self._tasks:
                     task.cancel()
                     await task.join()
@@ -158,7 +156,7 @@ class ControlConnection:
             self.end(f"the connection broke: {describe(error)}")
         finally:
             self._stopped_reading = True
-            self._changed.set()
+            self._changed.wake_all()
 
     def _emit(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .loops import EventLoop, current_loop, report
-from .waiting import Signal, wait_shielded
+from .waiting import Condition, wait_shielded
 
 __all__ = ["ThreadCall", "in_thread"]
 
@@ -31,7 +31,7 @@ class ThreadCall(Generic[T]):
         self._unwanted = False
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._over = Signal(loop)
+        self._over = Condition(loop)
         self.returned = False
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
@@ -45,7 +45,7 @@ class ThreadCall(Generic[T]):
             self._error = error
         self.returned = True
         try:
-            self._loop.call_from_thread(self._over.set)
+            self._loop.call_from_thread(self._over.wake_all)
         except RuntimeError:
             # The loop has ended, so no task waits any more.
             return
@@ -73,8 +73,7 @@ class ThreadCall(Generic[T]):
             raise
 
     async def _returned(self) -> None:
-        while not self.returned:
-            await self._over.wait()
+        await self._over.until(lambda: self.returned)
 
     def abandon(self) -> None:
         """Let the thread undo the function's result, if the function has not returned yet."""

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import anyio
 
 from ..rails import run, wake
-from .loops import EventLoop, Waiter
+from .loops import EventLoop, Waiter, current_loop
 
-__all__ = ["Over", "Signal", "finish", "poll_until", "run", "run_within", "sleep", "wait_shielded", "wake"]
+__all__ = ["Condition", "Over", "finish", "poll_until", "run", "run_within", "sleep", "wait_shielded", "wake"]
 
 
 POLL_S = 0.001
@@ -102,18 +102,30 @@ async def run_within(seconds: float, function: Callable[[], Awaitable[None]]) ->
 sleep = anyio.sleep
 
 
-class Signal:
-    """A condition that tasks wait for: `set` wakes all tasks that wait now, `wake_one` the first in the queue."""
+class Condition:
+    """A condition that tasks wait for: `wake_all` wakes all tasks that wait now, `wake_one` the first in the queue.
 
-    def __init__(self, loop: EventLoop) -> None:
+    Without a loop it belongs to the one of its first wait, so it can be made where no loop runs.
+    """
+
+    __slots__ = ("_loop", "_waiters")
+
+    def __init__(self, loop: EventLoop | None = None) -> None:
         self._loop = loop
         self._waiters: deque[Waiter] = deque()
 
     def __len__(self) -> int:
         return len(self._waiters)
 
+    async def until(self, predicate: Callable[[], object]) -> None:
+        """Wait until a predicate holds: it is called now, and after each wake-up. Cancelling loses no wake-up."""
+        while not predicate():
+            await self.wait()
+
     async def wait(self) -> None:
         """Sleep until woken. If a woken task is cancelled before it runs, the next task in the queue is woken."""
+        if self._loop is None:
+            self._loop = current_loop()
         waiter = self._loop.waiter()
         self._waiters.append(waiter)
         try:
@@ -133,7 +145,7 @@ class Signal:
                 wake(waiter)
                 return
 
-    def set(self, wake: Callable[[Waiter], object] = wake) -> None:
+    def wake_all(self, wake: Callable[[Waiter], object] = wake) -> None:
         """Wake all tasks that wait now."""
         for _ in range(len(self._waiters)):
             self.wake_one(wake)

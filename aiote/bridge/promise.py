@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ..aio import Signal, current_loop, report
+from ..aio import Condition, current_loop, report
 
 __all__ = ["Promise", "outlast", "until_done"]
 
@@ -163,19 +163,18 @@ async def until_done(
     task. When the wait is interrupted, this calls `on_interrupt`, which must not wait.
     """
     loop = current_loop()
-    over = Signal(loop)
+    over = Condition(loop)
 
     def tell(_: object) -> None:
         # A loop that has ended has no waiting tasks.
         with suppress(RuntimeError):
-            loop.call_from_thread(over.set)
+            loop.call_from_thread(over.wake_all)
 
     promise.add_done_callback(tell)
     interruption: BaseException
     try:
         begin()
-        while not promise.done():
-            await over.wait()
+        await over.until(lambda: promise.done())
         return
     except BaseException as error:
         interruption = error

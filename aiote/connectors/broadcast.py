@@ -40,7 +40,7 @@ from msgspec import Meta
 import aiote
 
 from .. import service
-from ..service.background import LazySignal, run_shielded
+from ..aio import Condition, run_shielded
 from .buckets import Bucket, Size, UpdateEnd
 
 __all__ = ["Begun", "BroadcastError", "Exchange", "Feed", "IncomingUpdate", "Outgoing", "ReceiverSlots"]
@@ -159,7 +159,7 @@ class Outgoing:
         self._begun = False
         self._complete: list[str] = []
         self._scopes: set[anyio.CancelScope] = set()
-        self._changed = LazySignal()
+        self._changed = Condition()
         exchange.outgoing[update] = self
 
     def is_for(self, address: aiote.Address) -> bool:
@@ -209,8 +209,7 @@ class Outgoing:
                 group.start_soon(self._all_come)
                 for address in self._addresses:
                     group.start_soon(self._watch, address)
-                while self.error is None and len(self._complete) < self.receivers:
-                    await self._changed.wait()
+                await self._changed.until(lambda: self.error is not None or len(self._complete) >= self.receivers)
                 group.cancel_scope.cancel()
         except anyio.get_cancelled_exc_class():
             self.fail(f"sender {self.index} was cancelled")
@@ -223,12 +222,10 @@ class Outgoing:
 
     async def _all_come(self) -> None:
         """End the update if receivers do not request it in time."""
-        while not self._begun:
-            await self._changed.wait()
+        await self._changed.until(lambda: self._begun)
         timeout = self.engine.config.connect_timeout
         with anyio.move_on_after(timeout):
-            while len(self._joined) < self.receivers:
-                await self._changed.wait()
+            await self._changed.until(lambda: len(self._joined) >= self.receivers)
         if len(self._joined) < self.receivers:
             who = f": {', '.join(self._joined)}" if self._joined else ""
             absent = [address for address in self._addresses if address not in self._joined]
@@ -239,8 +236,7 @@ class Outgoing:
             )
 
     async def _feeds_ended(self) -> None:
-        while self._feeds:
-            await self._changed.wait()
+        await self._changed.until(lambda: not self._feeds)
 
     async def _watch(self, address: str) -> None:
         """End the update if a receiver cannot be reached, or is lost."""
@@ -257,8 +253,7 @@ class Outgoing:
         if not self._begun:
             self._begun = True
             self._changed.wake_all()
-        while self.error is None and not condition():
-            await self._changed.wait()
+        await self._changed.until(lambda: self.error is not None or condition())
         if self.error is not None:
             raise BroadcastError(self.error)
 
@@ -362,7 +357,7 @@ class IncomingUpdate:
         self._number = 0
         self._holds = self._closed = self._declined = self._over = False
         self._scope: anyio.CancelScope | None = None
-        self._receiver_left = LazySignal()
+        self._receiver_left = Condition()
 
     def place(self, number: int) -> int:
         """Return the offset of a bucket in the slots' memory."""
@@ -445,8 +440,7 @@ class IncomingUpdate:
                     group.start_soon(decline, number)
 
     async def _next_ended(self) -> None:
-        while self._scope is not None:
-            await self._receiver_left.wait()
+        await self._receiver_left.until(lambda: self._scope is None)
 
     async def _begin(self) -> None:
         """Send the requests to all senders concurrently, because each sender waits for all its receivers."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from .. import bridge as bridges
 from .. import service
+from ..aio import run_shielded
 from ..errors import UsageError
-from ..service.background import run_shielded
 from .broadcast import STAGED, BroadcastError, Exchange, IncomingUpdate, Outgoing
 from .buckets import ALIGNMENT, Bucket, BucketPiece, Bytes, Joiner, Splitter
 

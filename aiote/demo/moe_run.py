@@ -21,6 +21,7 @@ import anyio
 import anyio.abc
 
 import aiote
+from aiote.aio import Condition
 from aiote.demo.children import Child, how_it_ended, started
 from aiote.demo.faults import DemoError
 from aiote.demo.moe_model import LOCAL, RANKS, MoeSettings
@@ -56,7 +57,7 @@ class MoeRun:
         self.settings, self.victim = settings, victim
         self._say = say
         self._texts: dict[int, list[Token]] = {}
-        self._changed = anyio.Event()
+        self._changed = Condition()
         self._trouble = ""
 
     async def run(self) -> None:
@@ -94,7 +95,7 @@ class MoeRun:
             task_status.started(child)
             async for fact in child.facts():
                 self._record_fact(child, fact)
-                self._notify()
+                self._changed.wake_all()
             code = await child.wait()
             if child.draining:
                 return
@@ -102,11 +103,7 @@ class MoeRun:
                 await anyio.sleep(_EXIT_S)  # another process that died may be the cause, and is then reported first
             why = f": {child.complaint}" if child.complaint and code >= 0 else ""
             self._trouble = self._trouble or f"{name} (pid {child.process.pid}) ended, {how_it_ended(code)}{why}"
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+            self._changed.wake_all()
 
     def _record_fact(self, child: Child, fact: dict[str, Any]) -> None:
         match fact:

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from aiote.aio import Condition
 from aiote.kvcache import block_hashes
 
 __all__ = ["PrefixPages"]
@@ -37,7 +38,7 @@ class PrefixPages:
         self._hashes: dict[int, bytes] = {}
         self._users: Counter[int] = Counter()
         self._turn = anyio.Lock()
-        self._returned = anyio.Event()
+        self._returned = Condition()
 
     @property
     def used(self) -> int:
@@ -61,7 +62,6 @@ class PrefixPages:
             )
         async with self._turn:
             while (lent := self._take(tokens, fresh)) is None:
-                self._returned = anyio.Event()
                 await self._returned.wait()
         table, found = lent
         try:
@@ -118,4 +118,4 @@ class PrefixPages:
                 del self._users[page]
                 if page not in self._hashes:
                     self._free.append(page)
-        self._returned.set()
+        self._returned.wake_all()

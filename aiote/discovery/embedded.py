@@ -24,7 +24,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import LazySignal, TaskScope, run_background_tasks
+from ..aio import Condition, TaskScope, run_background_tasks
 from ..service.endpoint import CallEndpoint
 from .member_registration import HeldRegistration, claim, give_up
 from .membership import (
@@ -80,9 +80,9 @@ class EmbeddedRegistry:
         self._listed: set[str] | None = None
         self._run: int | None = None
         self._open = self._complete = self._is_report_due = False
-        self._report_due = LazySignal()
-        self._progress = LazySignal()
-        self._redirected = LazySignal()
+        self._report_due = Condition()
+        self._progress = Condition()
+        self._redirected = Condition()
         self._numbers = itertools.count(1)
         self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
@@ -224,8 +224,7 @@ class EmbeddedRegistry:
                 self._is_report_due = False
                 await self._report(server)
                 with anyio.move_on_after(self._lease_s / RENEWALS):
-                    while not self._is_report_due:
-                        await self._report_due.wait()
+                    await self._report_due.until(lambda: self._is_report_due)
                 self._forget_doubtful()
 
     async def _report(self, server: Keeping) -> None:

@@ -25,7 +25,7 @@ import anyio
 
 import aiote
 
-from ..service.background import LazySignal, run_background_tasks
+from ..aio import Condition, run_background_tasks
 from .etcd_gateway import (
     OUT_OF_RANGE,
     TOO_LONG,
@@ -79,7 +79,7 @@ class _EtcdRegistration(HeldRegistration):
     after the last written change.
     """
 
-    def __init__(self, member: Member, wakeup: LazySignal) -> None:
+    def __init__(self, member: Member, wakeup: Condition) -> None:
         super().__init__(member, wakeup.wake_all)
         self.wakeup = wakeup
         self.sent = self.lease = 0
@@ -108,8 +108,7 @@ class _EtcdRegistration(HeldRegistration):
         with anyio.move_on_after(self.ttl_s / 3 if self.claimed else min(LOOK_S, self.ttl_s / 3)):
             if not self.claimed:
                 await self.wakeup.wait()
-            while self.sent == self.number and not self.lost:
-                await self.wakeup.wait()
+            await self.wakeup.until(lambda: self.sent != self.number or self.lost)
 
 
 class EtcdRegistry:
@@ -141,7 +140,7 @@ class EtcdRegistry:
         self._refusal = ""
         self._open = False
         self._registrations: dict[str, _EtcdRegistration] = {}
-        self._progress = LazySignal()
+        self._progress = Condition()
         self._stack = AsyncExitStack()
 
     # The interface of a registry.
@@ -166,7 +165,7 @@ class EtcdRegistry:
     async def join(self, member: Member) -> AsyncIterator[_EtcdRegistration]:
         """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        registration = _EtcdRegistration(member, LazySignal())
+        registration = _EtcdRegistration(member, Condition())
         await claim(self._registrations, registration)
         try:
             self._require_open()

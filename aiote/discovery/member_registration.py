@@ -10,7 +10,7 @@ import anyio
 
 import aiote
 
-from ..service.background import LazySignal
+from ..aio import Condition
 from .membership import Attribute, Member, RegistryError
 
 __all__ = ["HeldRegistration", "claim", "give_up"]
@@ -27,7 +27,7 @@ class HeldRegistration:
         self.leaving = False
         self.left = anyio.Event()
         self._changed = changed
-        self._answered = LazySignal()
+        self._answered = Condition()
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
         """Replace the attributes; return when the registry has them. Raises as `Registration.update`."""
@@ -42,8 +42,7 @@ class HeldRegistration:
     async def resolved(self) -> None:
         """Wait until the registry has all changes so far. Raises RegistryError if the registration is lost."""
         number = self.number
-        while self.acknowledged < number and not self.lost:
-            await self._answered.wait()
+        await self._answered.until(lambda: self.acknowledged >= number or self.lost)
         self.require_held()
 
     def require_held(self) -> None:

@@ -24,7 +24,7 @@ import anyio.lowlevel
 
 import aiote
 
-from ..service.background import LazySignal
+from ..aio import Condition
 
 __all__ = ["Attribute", "Member", "MemberEvent", "MemberRegistration", "Registry", "RegistryError", "Roster", "Watch"]
 
@@ -136,7 +136,7 @@ class Watch(AsyncIterator[MemberEvent]):
         self._roster = roster
         self._reported: dict[str, Member] = {}
         self._pending: dict[str, None] = dict.fromkeys(roster.known)
-        self._changed = LazySignal()
+        self._changed = Condition()
         self._closed = False
 
     def note(self, name: str) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import aiote
 
 from .. import service
-from ..service.background import LazySignal, run_background_tasks
+from ..aio import Condition, run_background_tasks
 from .lease_table import LeaseTable
 from .membership import Attribute, Member, RegistryError, Roster, Watch
 from .wire import MOST_KNOWN, LeaseSeconds, MemberRecord, Number, RosterUpdate
@@ -145,7 +145,7 @@ class RegistryServer:
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
         self._watches: dict[bytes, list[Watch]] = {}
-        self._earlier_deadline = LazySignal()
+        self._earlier_deadline = Condition()
         self._next_sweep = math.inf
         self._stack: AsyncExitStack | None = None
 

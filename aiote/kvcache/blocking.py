@@ -260,8 +260,7 @@ class BlockingProducer(Blocking[Producer]):
 
     async def _offered(self, offer: Offer) -> str:
         async with offer:
-            while not (offer.complete or offer.stopped):
-                await offer.changed.wait()
+            await offer.changed.until(lambda: offer.complete or offer.stopped)
         return "" if offer.outcome == "moved" else offer.outcome
 
     def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:

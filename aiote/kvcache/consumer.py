@@ -29,7 +29,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import LazySignal, run_background_tasks, run_shielded
+from ..aio import Condition, run_background_tasks, run_shielded
 from .immediates import Block, Immediates
 from .moving import PagedMoves, Rows, TransferBatch, check_rows, check_target, token_count
 from .producers import Links, Place, PrefillSession
@@ -65,7 +65,7 @@ class Reception:
         self._reading = anyio.CancelScope()
         self._batches: list[TransferBatch] = []
         self._read_over = anyio.Event()
-        self._changed = LazySignal()
+        self._changed = Condition()
         self._moved_at, self._seen = anyio.current_time(), 0
 
     def record_progress(self) -> None:
@@ -226,7 +226,7 @@ class Reception:
     async def _read_pages(self, link: PrefillSession, rows: Rows, spans: dict[int, range]) -> None:
         engine = self._consumer.engine
         moves = PagedMoves(link.map, link.memories, self._consumer.regions, rows, self.rows)
-        batch = TransferBatch(engine, link.peer, LazySignal())
+        batch = TransferBatch(engine, link.peer, Condition())
         self._batches.append(batch)
         try:
             for layer in link.map.layers:
@@ -234,8 +234,7 @@ class Reception:
                     if not batch.has_room:
                         await batch.room()
                     batch.submit(engine.submit_read_pages, source, target)
-            while batch.is_busy:
-                await batch.changed.wait()
+            await batch.changed.until(lambda: not batch.is_busy)
         finally:
             await run_shielded(batch.drain)
 
@@ -276,8 +275,7 @@ class Reception:
         await self._all_over()
 
     async def _all_over(self) -> None:
-        while self._open:
-            await self._changed.wait()
+        await self._changed.until(lambda: not self._open)
 
 
 def _ignore(_: object) -> None:

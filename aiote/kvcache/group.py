@@ -27,7 +27,7 @@ import msgspec
 import aiote
 
 from .. import service
-from ..service.background import run_shielded
+from ..aio import run_shielded
 from .consumer import Consumer
 from .mapping import MappingError
 from .moving import Rows, token_count

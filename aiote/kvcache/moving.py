@@ -13,7 +13,7 @@ import numpy as np
 
 import aiote
 
-from ..service.background import LazySignal
+from ..aio import Condition
 from .mapping import CacheMap, PageRow, Pattern
 from .tensors import CacheSpec
 
@@ -168,7 +168,7 @@ class TransferBatch:
     """A request's transfers in flight toward one peer. `changed` is set when a transfer has failed or all are over."""
 
     def __init__(
-        self, engine: aiote.Engine, peer: aiote.Peer, changed: LazySignal, traffic: TransferStatistics | None = None
+        self, engine: aiote.Engine, peer: aiote.Peer, changed: Condition, traffic: TransferStatistics | None = None
     ) -> None:
         self._engine, self._peer = engine, peer
         self.changed = changed

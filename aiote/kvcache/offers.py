@@ -24,7 +24,7 @@ import numpy as np
 
 import aiote
 
-from ..service.background import LazySignal, run_shielded
+from ..aio import Condition, run_shielded
 from .mapping import CacheMap
 from .moving import PagedMoves, Rows, TransferBatch, check_rows
 from .protocol import TransferRefused
@@ -55,7 +55,7 @@ class Offer:
         self.failures: list[str] = []
         self.computed_to = computed
         self.streams: dict[int, Any] = {}
-        self.changed = LazySignal()
+        self.changed = Condition()
         self.suspending = False
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
@@ -102,8 +102,7 @@ class Offer:
         self.suspending = True
         try:
             with anyio.move_on_after(limit) as scope:
-                while any(push.is_writing for push in self.pushes):
-                    await self.changed.wait()
+                await self.changed.until(lambda: not any(push.is_writing for push in self.pushes))
             if scope.cancelled_caught:
                 self.stop(f"its pages were taken back, and its writes were not over within {limit} s")
                 await self._quiet()
@@ -190,8 +189,7 @@ class Offer:
             self.outcome = self.stopped or next(iter(self.failures), "moved")
 
     async def _quiet(self) -> None:
-        while self.active:
-            await self.changed.wait()
+        await self.changed.until(lambda: not self.active)
 
     # Called for readers.
 
@@ -248,7 +246,7 @@ class Offers:
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
         self._queued: dict[str, float] = {}
-        self._changed = LazySignal()
+        self._changed = Condition()
 
     def __len__(self) -> int:
         return len(self._open)

@@ -15,8 +15,7 @@ import anyio.lowlevel
 import aiote
 
 from .. import service
-from ..aio import current_loop
-from ..service.background import run_shielded
+from ..aio import current_loop, run_shielded
 from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap
 from .moving import PagedMoves, Rows, TransferBatch, TransferStatistics, Written, check_rows, check_target, token_count
@@ -284,12 +283,10 @@ class Producer:
         offer.join(session, session.map.part.ranks)
         self._pulls.add(reader)
         try:
-            while not (offer.complete or offer.stopped):
-                await offer.changed.wait()
+            await offer.changed.until(lambda: offer.complete or offer.stopped)
             if not offer.stopped:
                 yield Pinned(offer.tokens, rows_to(offer.rows))
-            while not (reader.finished or offer.stopped):
-                await offer.changed.wait()
+            await offer.changed.until(lambda: reader.finished or offer.stopped)
             if not reader.finished:
                 raise TransferRefused(offer.stopped)
         finally:

@@ -21,7 +21,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import TaskScope
+from ..aio import TaskScope
 from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap, assign
 from .protocol import MOST_NAMED, TransferRefused, Transfers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..aio import Signal, poll_until
+from ..aio import Condition, poll_until
 from ..core.address import Address
 from ..core.control_frames import Bye
 from ..errors import PeerError, PeerLostError, QueueFull
@@ -83,8 +83,8 @@ class Connection:
         self.require_here = runtime.loop.require_here
         # Transfers that wait for the connection or for room; the link counts the transfers in the native core.
         self._queue = AdmissionQueue(runtime.loop, runtime.config.max_transfers, self.start)
-        self._changed = Signal(runtime.loop)
-        self._ended = Signal(runtime.loop)
+        self._changed = Condition(runtime.loop)
+        self._ended = Condition(runtime.loop)
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -119,14 +119,12 @@ class Connection:
 
     async def wait_closed(self) -> str:
         """Wait until the peer is lost and return the reason. Cancelling this wait has no other effect."""
-        while not self.reason:
-            await self._ended.wait()
+        await self._ended.until(lambda: self.reason)
         return self.reason
 
     async def wait_ready(self) -> Connection:
         """Wait until the peer is connected and return it, or its successor if it gave way. Raises PeerError."""
-        while not (self.connected or self.reason or self.successor):
-            await self._changed.wait()
+        await self._changed.until(lambda: self.connected or self.reason or self.successor)
         if self.successor is not None:
             return await self.successor.wait_ready()
         if self.reason:
@@ -288,7 +286,7 @@ class Connection:
         for transfer in self._queue.dissolve():
             transfer.peer = other
             other.submit(transfer)
-        self._changed.set()
+        self._changed.wake_all()
 
     def mark_established(self) -> None:
         """Record that transfers may flow, and start those that waited for the connection."""
@@ -296,7 +294,7 @@ class Connection:
         self.connected = True
         self.link.peer = self
         self._queue.open(self.link)
-        self._changed.set()
+        self._changed.wake_all()
 
     def disconnect(self, reason: str) -> None:
         """Lose the peer because the program asked for it. A forked child leaves the peer alone: it is the parent's."""
@@ -326,8 +324,8 @@ class Connection:
         for transfer in waiting:
             transfer.fail(self.error(transfer.description))
         self._host.peer_lost(self)
-        self._changed.set()
-        self._ended.set()
+        self._changed.wake_all()
+        self._ended.wake_all()
         for counter in tuple(self.loss_waiters):
             counter.wake_waits()
         self._runtime.kick()

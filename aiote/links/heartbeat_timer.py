@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..aio import LoopTask, Signal, report, run_within
+from ..aio import Condition, LoopTask, report, run_within
 from ..rails import check_pulses
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class HeartbeatTimer:
         self._loop = loop
         self._tell = tell
         self._beats: dict[Callable[[float], float], Pulse | None] = {}
-        self._changed = Signal(loop)
+        self._changed = Condition(loop)
         self._task: LoopTask | None = None
         self.afterwards: Callable[[float], object] | None = None
         """Called with the time after each pass, for work that is due now and then while there are peers."""
@@ -46,20 +46,20 @@ class HeartbeatTimer:
         if self._task is None or self._task.has_ended:
             self._task = self._loop.spawn(self._run, name="aiote heartbeats")
         else:
-            self._changed.set()
+            self._changed.wake_all()
 
     def check_soon(self) -> None:
         """Look at all beats soon: one may have become due earlier than it said."""
-        self._changed.set()
+        self._changed.wake_all()
 
     def remove(self, beat: Callable[[float], float]) -> None:
         """Stop calling `beat`."""
         self._beats.pop(beat, None)
         if not self._beats:
-            self._changed.set()
+            self._changed.wake_all()
 
     async def _run(self) -> None:
-        alarm = self._loop.alarm(self._changed.set)
+        alarm = self._loop.alarm(self._changed.wake_all)
         try:
             while self._beats:
                 now = self._loop.time()

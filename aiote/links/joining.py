@@ -64,7 +64,7 @@ def pair(
 class Joining:
     """Channels that no link has taken over yet, in the order in which the peer was told of them."""
 
-    def __init__(self, runtime: Runtime, control: aio.ControlConnection, arrived: aio.Signal) -> None:
+    def __init__(self, runtime: Runtime, control: aio.ControlConnection, arrived: aio.Condition) -> None:
         self._runtime = runtime
         self._control = control
         self._arrived = arrived
@@ -121,7 +121,7 @@ class Joining:
 
             def on_arrival(descriptors: Sequence[int], address: bytes, error: OSError | None) -> None:
                 pending.map_memory(descriptors, address, error)
-                self._arrived.set()
+                self._arrived.wake_all()
 
             handover = self._handovers[pending] = aio.Handover(self._runtime.loop, on_arrival)
             wakeup = SLOT.pack(pending.slot, pending.generation) + handover.address

@@ -123,7 +123,7 @@ class Session:
         self._role = protocol.role
         self.connection = connection
         self._events: deque[Event] = deque()
-        self._arrived = aio.Signal(runtime.loop)
+        self._arrived = aio.Condition(runtime.loop)
         self.stream = stream
         self._control = aio.ControlConnection(runtime.loop, stream, protocol, name)
         self._control.on_event = self._on_event
@@ -137,7 +137,7 @@ class Session:
         self._probing = False
         self._void_leases_sent = False
         self._revoking: set[int] = set()
-        self._given_back = aio.Signal(runtime.loop)
+        self._given_back = aio.Condition(runtime.loop)
         self._joining = Joining(runtime, self._control, self._arrived)
         self._liveness = Liveness(runtime, self._control.send)
 
@@ -148,11 +148,11 @@ class Session:
             self._runtime.heartbeats_heard += 1
             return
         self._events.append(event)
-        self._arrived.set()
+        self._arrived.wake_all()
 
     def _on_end(self, _reason: str) -> None:
-        self._arrived.set()
-        self._given_back.set()
+        self._arrived.wake_all()
+        self._given_back.wake_all()
         if self._probing and self._link is not None:
             self._link.close()
             self._runtime.kick()
@@ -221,7 +221,7 @@ class Session:
         ):
             self._link.close()
         self._joining.close()
-        self._given_back.set()
+        self._given_back.wake_all()
 
     async def _expect(self, kind: type[T]) -> T:
         """Wait for the next event or message of a kind. Raises SessionOver when the connection ends before."""
@@ -257,7 +257,7 @@ class Session:
                     self._host.sharing.receive(self.connection, item, self._control.send)
             case Revoked(lease):
                 self._revoking.discard(lease)
-                self._given_back.set()
+                self._given_back.wake_all()
             case Bye():
                 raise SessionOver(f"it closed the connection: {item.reason}", busy=item.reason in (BUSY, ALIVE))
             case Failed():
@@ -467,7 +467,7 @@ class Session:
             self._host.heartbeats.remove(self._check_liveness)
             if self.channels is not None:
                 self.channels.close()
-            self._given_back.set()
+            self._given_back.wake_all()
 
     def _check_liveness(self, now: float) -> float:
         """Check the liveness of the peer; return when to check again."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..aio import Handover, Signal, close_aside, hand_over, in_thread, run_within
+from ..aio import Condition, Handover, close_aside, hand_over, in_thread, run_within
 from ..core.address import Address
 from ..core.control_frames import ShareMessage, ShareRefused, ShareRequest
 from ..core.descriptor import SharedDescriptor
@@ -89,7 +89,7 @@ class Sharing:
         self._mapped: dict[SharedMemory, SharedPages] = {}
         self._asked: dict[int, _Asked] = {}
         self._requests = 0
-        self._changed = Signal(runtime.loop)
+        self._changed = Condition(runtime.loop)
 
     @property
     def inherited(self) -> bool:
@@ -179,7 +179,7 @@ class Sharing:
 
         def on_arrival(descriptors: Sequence[int], _data: bytes, error: OSError | None) -> None:
             asked.take(descriptors, error)
-            self._changed.set()
+            self._changed.wake_all()
 
         handover = Handover(self._runtime.loop, on_arrival)
         self._requests = number = (self._requests + 1) & 0xFFFFFFFF
@@ -219,7 +219,7 @@ class Sharing:
         # A peer may only refuse what it was asked for itself.
         if asked is not None and asked.connection is connection:
             asked.refused = message.reason or "it refused"
-            self._changed.set()
+            self._changed.wake_all()
 
     def _give(self, connection: Connection, request: ShareRequest) -> str:
         """Hand a descriptor over to a peer that was named; return why not, or an empty text."""
@@ -248,7 +248,7 @@ class Sharing:
 
     def wake(self) -> None:
         """Let waits look again, because a peer was lost."""
-        self._changed.set()
+        self._changed.wake_all()
 
     def close(self) -> None:
         """Close all memory of a closing engine, which may run in any thread."""
@@ -256,7 +256,7 @@ class Sharing:
             pages.close()
         self._own.clear()
         self._mapped.clear()
-        self._changed.set()
+        self._changed.wake_all()
 
 
 def _mapped(connection: Connection, descriptor: int, nbytes: int) -> SharedPages:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import aiote
 
 from .. import service
-from ..service.background import LazySignal, TaskScope, run_shielded
+from ..aio import Condition, TaskScope, run_shielded
 from .arrivals import EpochImmediates
 from .batch import Batch
 from .config import MoeConfig, Sizes
@@ -74,7 +74,7 @@ class MoeGroup:
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
         self._ready, self._leaving = 0, False
         self._entering: anyio.CancelScope | None = None
-        self._changed = LazySignal()
+        self._changed = Condition()
         self._peers: dict[int, aiote.Peer] = {}
         self._tasks: TaskScope | None = None
 
@@ -254,8 +254,9 @@ class MoeGroup:
             )
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
             raise aiote.UsageError(f"rank {rank} asked rank {self.rank}: expected another of {self.sizes.ranks}")
-        while not (self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)):
-            await self._changed.wait()
+        await self._changed.until(
+            lambda: self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)
+        )
         assert self._immediates is not None
         self._immediates.allow(rank, caller)
         lent, first = self.memory.lend(rank, caller.address), self._immediates.first_of(rank)

@@ -14,8 +14,7 @@ import numpy as np
 
 import aiote
 
-from .. import aio
-from ..service.background import LazySignal, run_shielded
+from ..aio import Condition, in_thread, run_shielded
 from .arrays import elements, lines, plain
 from .arrivals import ALL, KINDS, LaneCounters
 from .joining import NOWHERE
@@ -48,7 +47,8 @@ class Lane:
         self.waiting = False
         self._arrivals: LaneCounters | None = None
         self._transfers: list[tuple[int, aiote.Transfer]] = []
-        self._offloaded: anyio.Event | None = None
+        self._copying = False
+        self._copied = Condition()
 
     @property
     def memory(self) -> LaneMemory:
@@ -116,8 +116,7 @@ class Lane:
 
     async def drain(self) -> None:
         """Wait until no transfer, and no thread of `offload`, uses this rank's memory. Cancelling loses nothing."""
-        while self._offloaded is not None:
-            await self._offloaded.wait()
+        await self._copied.until(lambda: not self._copying)
         while self._transfers:
             one = self._transfers[-1]
             with suppress(aiote.AioteError):
@@ -150,22 +149,21 @@ class Lane:
         """
         if nbytes < OFFLOADED or self.group.launcher is not None:
             return function()
-        self._offloaded = anyio.Event()
+        self._copying = True
         try:
-            result = await aio.in_thread(function)
+            result = await in_thread(function)
         finally:
-            self._offloaded.set()
-            self._offloaded = None
+            self._copying = False
+            self._copied.wake_all()
         self.group.membership.require_whole()
         return result
 
     async def wait_quiet(self) -> None:
         """Wait until all transfers posted so far have ended, successfully or not. Cancelling cancels no transfer."""
-        posted, changed = [transfer for _, transfer in self._transfers], LazySignal()
+        posted, changed = [transfer for _, transfer in self._transfers], Condition()
         for transfer in posted:
             transfer.add_done_callback(lambda _: changed.wake_all())
-        while not all(transfer.done() for transfer in posted):
-            await changed.wait()
+        await changed.until(lambda: all(transfer.done() for transfer in posted))
 
     async def posted(self) -> tuple[int, int]:
         """Return `reached`, once all writes that were posted before have ended."""

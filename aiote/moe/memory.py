@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..service.background import run_shielded
+from ..aio import run_shielded
 from .arrays import Bytes, zeros
 from .config import Sizes, round_up
 from .device import Launcher

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiote
 
 from .. import service
-from ..service.background import run_background_tasks, run_shielded
+from ..aio import run_background_tasks, run_shielded
 from .config import MoeConfig
 from .device import Launcher
 from .group import MoeGroup

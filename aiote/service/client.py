@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import aiote
 
+from ..aio import run_shielded
 from ..transfers import SharedRegistration
-from .background import run_shielded
 from .codec import check_dtype, describe_array
 from .definition import Method, Service, methods_of
 from .endpoint import CallEndpoint, Limits

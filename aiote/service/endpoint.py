@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, LoopTask, Signal, Waiter, current_loop, run, wake
+from ..aio import Condition, EventLoop, LoopTask, Waiter, current_loop, report_callback_error, run, wake
 from ..observe.status_page import ServiceStatus, report_services
 from ..transfers import Access, Registrations, SharedRegistration
-from .background import report_callback_error
 from .codec import LONG_BODY, decode
 from .frames import (
     MAGIC,
@@ -129,7 +128,7 @@ class CallEndpoint:
         self._served: dict[str, CallHandler] = {}
         self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
-        self._over = Signal(self.loop)
+        self._over = Condition(self.loop)
         self._threads: anyio.CapacityLimiter | None = None
         self._part: Link | None = None  # the link whose message is being read
         self.reading = self._direct = self._due = False
@@ -222,10 +221,9 @@ class CallEndpoint:
     # Messages.
 
     async def _listen(self) -> None:
-        stop = self.engine.listen_messages(self._read, self._over.set)
+        stop = self.engine.listen_messages(self._read, self._over.wake_all)
         try:
-            while not self.engine.closed:
-                await self._over.wait()
+            await self._over.until(lambda: self.engine.closed)
         finally:
             stop()
             self._close()

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import Signal
+from ..aio import Condition, report_callback_error
 from ..rails import unfolded_bytes
-from .background import report_callback_error
 from .codec import decode
 from .frames import VERSION, Ask, CallFrame, Cancel, End, Frame, Free, Grant, HelloFrame, Items, Piece, Return
 from .memory import BorrowedMemory, LentMemory, Staging
@@ -117,7 +116,7 @@ class Link:
         self._unread: set[Piece] = set()
         self._generations: list[int] = []
         self._free: deque[int] = deque()
-        self._changed = Signal(loop)
+        self._changed = Condition(loop)
         self._greeted = False
         self.unsent = Unsent(loop, endpoint.budget, self.share)
         self._sending: deque[aiote.Transfer] = deque()
@@ -134,8 +133,7 @@ class Link:
         """Send the HelloFrame, and wait until the peer's HelloFrame has arrived or the peer is lost."""
         if self.hello is None and not self._greeted:
             self._greet(asks=True)
-        while self.hello is None and not self.lost:
-            await self._changed.wait()
+        await self._changed.until(lambda: self.hello is not None or self.lost)
 
     def _greet(self, *, asks: bool) -> None:
         self._greeted = True
@@ -157,7 +155,7 @@ class Link:
             # This engine's own limit bounds the messages to the peer, too.
             own = self.endpoint.engine.config.message_bytes
             self.room = min(hello.message_bytes, own, 1 << 20) - 2 * FRAME_BYTES
-            self._changed.set()
+            self._changed.wake_all()
         if hello.asks:
             self._greet(asks=False)
 
@@ -496,4 +494,4 @@ class Link:
         calls, self.calls = tuple(self.calls.values()), {}
         for caller in calls:
             caller.receive_end(None, self.lost)
-        self._changed.set()
+        self._changed.wake_all()

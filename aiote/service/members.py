@@ -11,7 +11,7 @@ import anyio
 
 import aiote
 
-from ..aio import Signal
+from ..aio import Condition
 from .endpoint import CallEndpoint
 from .errors import CallError, DrainingError, NotServedError
 from .link import Link
@@ -63,7 +63,7 @@ class Chooser:
         self._waiting: list[aiote.Address] = []
         self._look_at = math.inf
         self._failure: Exception | None = None
-        self._changed = Signal(endpoint.loop)
+        self._changed = Condition(endpoint.loop)
         # Begin at an index of this engine's own, so that not all clients begin with the same member.
         self._next_start = int.from_bytes(endpoint.engine.address.identity[:2], "big")
 
@@ -156,7 +156,7 @@ class Chooser:
             self._leave_alone(address, pause)
         finally:
             self._connecting.discard(address)
-            self._changed.set()
+            self._changed.wake_all()
         if not self._endpoint.engine.closed:
             self._connect_some(method)
 

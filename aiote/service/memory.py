@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, Signal, Waiter
+from ..aio import Condition, EventLoop, Waiter
 from .frames import Piece
 
 __all__ = ["LEND_BYTES", "Allocator", "BorrowedMemory", "Budget", "LentMemory", "Share", "Staging"]
@@ -219,7 +219,7 @@ class LentMemory:
         self._share = budget.share_of(peer.address.identity)
         self._segments: dict[int, tuple[memoryview, aiote.Region]] = {}
         self._count = self._taken = self._numbers = self._returning = 0
-        self._returned = Signal(loop)
+        self._returned = Condition(loop)
         self._closed = False
         self.nbytes = 0
 
@@ -278,7 +278,7 @@ class LentMemory:
             self._count -= 1
             self._taken -= region.nbytes
             self._budget.give(self._share, region.nbytes)
-            self._returned.set()
+            self._returned.wake_all()
 
     def view(self, piece: Piece) -> memoryview:
         """Return the bytes of a piece, read-only. Raises ValueError if the piece is not in a lent segment."""

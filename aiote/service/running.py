@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import LoopTask, Signal
+from ..aio import Condition, LoopTask
 from .codec import array_of, check_dtype, decode, encode, takes_long
 from .definition import Method
 from .frames import CallFrame, CallStatus, End, Items, OutSpec
@@ -336,7 +336,7 @@ class _Outgoing:
         self._taken = 0
         self._batch: list[bytes] = []
         self._batch_bytes = 0
-        self._credit = Signal(endpoint.loop)
+        self._credit = Condition(endpoint.loop)
         self._scheduled = False
         self.sent = 0
 
@@ -391,4 +391,4 @@ class _Outgoing:
         while self._taken < taken:
             self._taken += 1
             self._unread_bytes -= self._sizes.popleft()
-        self._credit.set()
+        self._credit.wake_all()

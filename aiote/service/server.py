@@ -13,9 +13,8 @@ import msgspec
 
 import aiote
 
-from ..aio import Signal
+from ..aio import Condition, run_shielded
 from ..observe.status_page import LONGEST_TEXT, ServiceStatus
-from .background import run_shielded
 from .definition import Method, Service, method, methods_of
 from .endpoint import SHARED, CallEndpoint, Limits
 from .frames import CallFrame, CallStatus, Number
@@ -82,7 +81,7 @@ class Server:
         self._running_of = Counter[bytes]()
         self._queues: dict[bytes, deque[Running]] = {}
         self._queued = 0
-        self._changed = Signal(endpoint.loop)
+        self._changed = Condition(endpoint.loop)
         # Calls run in the context of `serve`, not in the context in which this engine's endpoint was made.
         self.context = contextvars.copy_context()
 
@@ -181,7 +180,7 @@ class Server:
                 del self._running_of[identity]
         self.start_waiting()
         if not self._running:
-            self._changed.set()
+            self._changed.wake_all()
 
     def start_waiting(self) -> None:
         """Start the queued calls that may run now."""
@@ -217,8 +216,7 @@ class Server:
         New calls are refused with DrainingError; a client of several members then takes another member.
         """
         self.draining = True
-        while self._running or self._queues:
-            await self._changed.wait()
+        await self._changed.until(lambda: not (self._running or self._queues))
 
     async def close(self) -> None:
         """Cancel every call and wait until all have ended.
@@ -230,8 +228,7 @@ class Server:
             running.stop(CallStatus.DRAINING)
         for running in tuple(self._running):
             running.stop(CallStatus.STOPPED)
-        while self._running:
-            await self._changed.wait()
+        await self._changed.until(lambda: not self._running)
 
 
 @asynccontextmanager

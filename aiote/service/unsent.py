@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..aio import EventLoop, Signal
+from ..aio import Condition, EventLoop
 from .frames import End, Frame, pack
 from .memory import Budget, Share
 
@@ -24,7 +24,7 @@ class Unsent:
         self._frames: list[Frame] = []
         self._sizes: list[int] = []
         self._nbytes = 0
-        self._drained = Signal(loop)
+        self._drained = Condition(loop)
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -57,7 +57,7 @@ class Unsent:
                 self.ends.discard(frame.slot)
         del self._frames[:count], self._sizes[:count]
         if not self.is_crowded:
-            self._drained.set()
+            self._drained.wake_all()
 
     @property
     def is_crowded(self) -> bool:
@@ -66,8 +66,7 @@ class Unsent:
 
     async def wait_uncrowded(self) -> None:
         """Wait until fewer than CROWDED_BYTES of frames wait for the peer."""
-        while self.is_crowded:
-            await self._drained.wait()
+        await self._drained.until(lambda: not self.is_crowded)
 
     def close(self) -> None:
         """Drop all frames."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..aio import EventLoop, Signal, wake
+from ..aio import Condition, EventLoop, wake
 from ..errors import ClosedError, PeerError, UsageError
 from ..rails import check_elements, deliver
 
@@ -89,8 +89,8 @@ class Inbox:
         self._departed_bytes = 0
         self.dropped = 0
         self._loop = loop
-        self._arrived = Signal(loop)
-        self._selective: dict[Destination, Signal] = {}
+        self._arrived = Condition(loop)
+        self._selective: dict[Destination, Condition] = {}
         self._has_early = False
         self._listener: Callable[[], object] | None = None
         self._over: Callable[[], object] | None = None
@@ -218,7 +218,7 @@ class Inbox:
             self._arrived.wake_one(woken.append)
         for peer, signal in self._selective.items():
             if peer.lost or (peer.link is not None and peer.link.messages):
-                signal.set(woken.append)
+                signal.wake_all(woken.append)
         return woken
 
     def listen(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
@@ -259,9 +259,9 @@ class Inbox:
         """Wake all receivers, because the engine is closed."""
         if self._over is not None:
             self._over()
-        self._arrived.set()
+        self._arrived.wake_all()
         for signal in self._selective.values():
-            signal.set()
+            signal.wake_all()
 
     def wait(self) -> Awaitable[None]:
         """Sleep until there may be a message."""
@@ -269,7 +269,7 @@ class Inbox:
 
     async def wait_for(self, peer: Destination) -> None:
         """Sleep until there may be a message of this peer, or the peer is lost."""
-        signal = self._selective.setdefault(peer, Signal(self._loop))
+        signal = self._selective.setdefault(peer, Condition(self._loop))
         try:
             await self._wait(signal)
         finally:
@@ -277,7 +277,7 @@ class Inbox:
             if not len(signal) and self._selective.get(peer) is signal:
                 del self._selective[peer]
 
-    async def _wait(self, signal: Signal) -> None:
+    async def _wait(self, signal: Condition) -> None:
         self._core.expect_messages(1)
         try:
             await signal.wait()

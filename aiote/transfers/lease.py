@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..aio import Signal
+from ..aio import Condition
 from ..core.descriptor import RailKey, RegionDescriptor
 from ..errors import ClosedError, UsageError
 from ..rails import MAY_READ, MAY_WRITE
@@ -48,7 +48,7 @@ class Lease:
         self.number = number
         self._grantor = grantor
         self._parts = tuple(parts)
-        self._ended = Signal(grantor.loop)
+        self._ended = Condition(grantor.loop)
         self._revoking = self._over = False
         self._described: tuple[bytes, ...] = ()
 
@@ -113,8 +113,7 @@ class Lease:
         continues; it may be awaited again. Idempotent.
         """
         self.begin_revoking()
-        while not self._over:
-            await self._ended.wait()
+        await self._ended.until(lambda: self._over)
 
     def begin_revoking(self) -> None:
         """Start the revocation without waiting for its end. Idempotent."""
@@ -126,7 +125,7 @@ class Lease:
     def end(self) -> None:
         """Record that no engine can write through it any more; only the lease table, which knows that, calls this."""
         self._revoking = self._over = True
-        self._ended.set()
+        self._ended.wake_all()
 
     async def __aenter__(self) -> Lease:
         return self

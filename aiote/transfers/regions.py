@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
-from ..aio import Signal, ThreadCall, poll_until
+from ..aio import Condition, ThreadCall, poll_until
 from ..core.address import Address
 from ..core.descriptor import RailKey, RegionDescriptor
 from ..errors import ClosedError, FabricError, UsageError
@@ -315,7 +315,7 @@ class Regions:
         # This keeps a region registered after the user drops it, because peers may hold its descriptor.
         self._regions: dict[LocalMemory, Region] = {}
         self._registered = 0
-        self._idle = Signal(runtime.loop)
+        self._idle = Condition(runtime.loop)
         self._calls: set[ThreadCall[LocalMemory]] = set()
 
     @property
@@ -424,7 +424,7 @@ class Regions:
         """Revoke the leases of a registration and wait until no transfer uses it."""
         await self.leases.revoke_all(memory)
         while memory.in_flight:
-            memory.on_idle = self._idle.set
+            memory.on_idle = self._idle.wake_all
             await self._idle.wait()
 
     async def retire(self, region: Region) -> None:
@@ -467,4 +467,4 @@ class Regions:
             memory.close()
         self._memories.clear()
         self._regions.clear()
-        self._idle.set()
+        self._idle.wake_all()

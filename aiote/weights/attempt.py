@@ -14,6 +14,7 @@ import numpy as np
 
 import aiote
 
+from ..aio import Condition
 from .plan import UpdatePlan
 from .protocol import (
     Descriptors,
@@ -130,7 +131,7 @@ class Attempt:
             if target.state.update not in made:
                 several.append(target)
         self.replicas = [Replica(name, targets) for name, targets in replicas.items() if name not in committed]
-        self._changed = anyio.Event()
+        self._changed = Condition()
 
     async def run(self) -> None:
         """Let targets lend memory, let sources write to it, and commit the replicas that have every byte."""
@@ -138,7 +139,7 @@ class Attempt:
             for replica in self.replicas:
                 group.start_soon(self._replica, replica)
             with anyio.move_on_after(self.controller.limit) as late:
-                await self._wait_until(lambda: all(one.failure or _all_lent(one) for one in self.replicas))
+                await self._changed.until(lambda: all(one.failure or _all_lent(one) for one in self.replicas))
             if late.cancelled_caught:
                 for replica in self.replicas:
                     if not _all_lent(replica):
@@ -146,7 +147,9 @@ class Attempt:
             if not all(one.failure for one in self.replicas):
                 await self._ask_sources()
             with anyio.move_on_after(self.controller.limit) as late:
-                await self._wait_until(lambda: self.lost or all(one.failure or one.complete for one in self.replicas))
+                await self._changed.until(
+                    lambda: self.lost or all(one.failure or one.complete for one in self.replicas)
+                )
             for replica in self.replicas:
                 if late.cancelled_caught and not (replica.failure or replica.complete):
                     replica.fail(
@@ -157,12 +160,7 @@ class Attempt:
                     replica.fail("a source was lost: " + "; ".join(self.lost.values()))
 
     def _change(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
-
-    async def _wait_until(self, condition: Any) -> None:
-        while not condition():
-            await self._changed.wait()
+        self._changed.wake_all()
 
     # Targets.
 
@@ -189,7 +187,7 @@ class Attempt:
                 replica.counted += step.kind == "counted"
                 self._change()
                 if step.kind == "counted":
-                    await self._wait_until(lambda: replica.complete)
+                    await self._changed.until(lambda: replica.complete)
                     with anyio.fail_after(self.controller.limit):
                         await target.client.commit(self.update)
                         target.record_step(await anext(stream), addresses)

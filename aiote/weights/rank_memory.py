@@ -13,16 +13,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 import aiote
 
 from .. import aio, gpu
+from ..aio import Condition, run_shielded
 from ..core.gpu_arrays import GpuArray, gpu_array, part_of
 from ..core.masked_arrays import require_unmasked
-from ..service.background import run_shielded
 from ..transfers.regions import Access
 from .dtypes import ITEMSIZE, dtype_name
 from .layout import Layout
@@ -336,7 +335,7 @@ class StagingMemory:
         self._region: aiote.Region | None = None
         self._free: list[tuple[int, int]] = [(0, limit // ALIGNED * ALIGNED)]
         self._queue: deque[object] = deque()
-        self._changed = anyio.Event()
+        self._changed = Condition()
 
     @asynccontextmanager
     async def reserve(self, nbytes: int) -> AsyncIterator[tuple[Bytes, aiote.Region]]:
@@ -407,5 +406,4 @@ class StagingMemory:
         self._wake()
 
     def _wake(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
+        self._changed.wake_all()

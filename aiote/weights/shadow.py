@@ -16,7 +16,7 @@ import numpy as np
 
 import aiote
 
-from ..service.background import run_shielded
+from ..aio import run_shielded
 from .rank_memory import RankArrays, in_thread
 
 __all__ = ["Shadow"]

@@ -17,7 +17,7 @@ import numpy as np
 import aiote
 
 from .. import service
-from ..service.background import run_shielded
+from ..aio import run_shielded
 from .dtypes import ITEMSIZE
 from .layout import Layout
 from .mapped import Mappings

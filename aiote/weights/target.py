@@ -27,8 +27,7 @@ import numpy as np
 import aiote
 
 from .. import service
-from ..aio import current_loop
-from ..service.background import run_background_tasks, run_shielded
+from ..aio import Condition, current_loop, run_background_tasks, run_shielded
 from .layout import Layout
 from .protocol import (
     Descriptors,
@@ -84,7 +83,7 @@ class Target:
         self._on_commit, self._limit = on_commit, limit
         self._packed = packed_layout(layout.only(rank))
         self._open = versions != "gated"
-        self._changed = anyio.Event()
+        self._changed = Condition()
 
     @property
     def written(self) -> RankArrays:
@@ -121,8 +120,7 @@ class Target:
     def change(self, state: State) -> None:
         """Set the state, and wake the tasks that wait for a change."""
         self.state = state
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
+        self._changed.wake_all()
 
     async def wait_version(self, version: int) -> None:
         """Wait until the weights have this version or a later one. Cancelling loses nothing.
@@ -160,20 +158,17 @@ class Target:
         self.change(self.state)
         try:
             yield
-            while self.current is not None:
-                await self._changed.wait()
+            await self._changed.until(lambda: self.current is None)
         finally:
             self._open = False
             if self.current is not None:
                 self.current.abort("the window was closed")
                 with anyio.CancelScope(shield=True):
-                    while self.current is not None:
-                        await self._changed.wait()
+                    await self._changed.until(lambda: self.current is None)
 
     async def wait_open(self) -> None:
         """Wait until an update may write to the weights."""
-        while not self._open:
-            await self._changed.wait()
+        await self._changed.until(lambda: self._open)
 
     async def install(self, update: Update, names: Iterable[str]) -> None:
         """Make the bytes that were written to these tensors the current version, and call `on_commit`.

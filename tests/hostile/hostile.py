@@ -35,7 +35,7 @@ from kvpeer import cluster
 from peer import HostilePeer
 from victim import Broken, Victim, victim
 
-from aiote.service.background import run_background_tasks
+from aiote.aio import run_background_tasks
 
 SERVICES = {"kvcache": cluster, "weights": update_ranks, "moe": moe_group}
 WHAT = ("socket", "local", *SERVICES)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import aiote
+from aiote.aio import Condition
 from aiote.kvcache.mapping import MappingError, PageRow
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.protocol import TransferRefused
-from aiote.service.background import LazySignal
 from engines import fabric, pair, until
 from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, expected, fill, same
@@ -285,7 +285,7 @@ async def test_nothing_of_a_lost_connection_is_started_over_the_next_one():
         memory = bytearray(8)
         peer = await left.connect(right.address)
         here, there = left.register(b"too late"), left.attach(right.register(memory).descriptor)
-        batch = TransferBatch(left, peer, LazySignal())
+        batch = TransferBatch(left, peer, Condition())
         right.find_peer(left.address).disconnect("enough")
         await peer.wait_closed()
         with pytest.raises(aiote.PeerLostError, match="enough"):

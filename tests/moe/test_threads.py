@@ -55,13 +55,13 @@ async def one_round(group: MoeGroup, own: Tokens) -> None:
 
 @each_shape
 async def test_rounds_that_use_threads_give_the_same(shape, monkeypatch):
-    used, in_thread = [], lane.aio.in_thread
+    used, in_thread = [], lane.in_thread
 
     async def counted(function: Any) -> Any:
         used.append(function)
         return await in_thread(function)
 
-    monkeypatch.setattr(lane.aio, "in_thread", counted)
+    monkeypatch.setattr(lane, "in_thread", counted)
     async with ranks(lambda: opened("local"), 2, shaped(shape)) as groups:
         used.clear()
         await rounds(groups, 2)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service as calls
-from aiote.service.background import TaskScope, run_background_tasks
+from aiote.aio import TaskScope, run_background_tasks
 from aiote.service.endpoint import CallEndpoint
 from aiote.service.frames import (
     MAGIC,

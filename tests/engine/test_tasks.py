@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from aiote.service.background import run_background_tasks
+from aiote.aio import run_background_tasks
 
 pytestmark = pytest.mark.anyio
 

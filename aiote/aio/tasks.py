@@ -12,32 +12,9 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from ..aio import LoopTask, Signal, current_loop
+from .loops import LoopTask, current_loop
 
-__all__ = ["LazySignal", "TaskScope", "report_callback_error", "run_background_tasks", "run_shielded"]
-
-
-class LazySignal:
-    """A condition that several tasks wait for repeatedly; `wake_all` wakes the tasks that wait now.
-
-    The first wait makes the underlying `Signal` for the running loop, so a LazySignal can be made where no loop runs.
-    """
-
-    __slots__ = ("_signal",)
-
-    def __init__(self) -> None:
-        self._signal: Signal | None = None
-
-    def wake_all(self) -> None:
-        """Wake all waiting tasks."""
-        if self._signal is not None:
-            self._signal.set()
-
-    async def wait(self) -> None:
-        """Sleep until the next `wake_all`; the caller then checks its condition again. Cancelling loses no wake-up."""
-        if self._signal is None:
-            self._signal = Signal(current_loop())
-        await self._signal.wait()
+__all__ = ["TaskScope", "report_callback_error", "run_background_tasks", "run_shielded"]
 
 
 class TaskScope:
