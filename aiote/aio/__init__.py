@@ -10,10 +10,11 @@ from .driver import Driver
 from .handover import Handover, close_aside, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall, in_thread
-from .tasks import TaskScope, report_callback_error, run_background_tasks, run_shielded
-from .waiting import Condition, finish, poll_until, run, run_within, sleep, wait_shielded, wake
+from .tasks import TaskScope, plain_errors, report_callback_error, run_background_tasks, run_shielded
+from .waiting import Backoff, Condition, finish, poll_until, run, run_within, sleep, wait_shielded, wake
 
 __all__ = [
+    "Backoff",
     "ByteStream",
     "Condition",
     "ControlConnection",
@@ -32,6 +33,7 @@ __all__ = [
     "finish",
     "hand_over",
     "in_thread",
+    "plain_errors",
     "poll_until",
     "report",
     "report_callback_error",

@@ -6,15 +6,15 @@ A plain task group would wrap the body's exception in an exception group; here a
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 import anyio.lowlevel
 
 from .loops import LoopTask, current_loop
 
-__all__ = ["TaskScope", "report_callback_error", "run_background_tasks", "run_shielded"]
+__all__ = ["TaskScope", "plain_errors", "report_callback_error", "run_background_tasks", "run_shielded"]
 
 
 class TaskScope:
@@ -96,6 +96,18 @@ async def run_shielded(step: Callable[[], Awaitable[object]]) -> None:
             interruption = error
     if interruption is not None:
         raise interruption
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Within a `with`, raise the first error of an exception group in place of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def report_callback_error(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -11,7 +12,18 @@ import anyio
 from ..rails import run, wake
 from .loops import EventLoop, Waiter, current_loop
 
-__all__ = ["Condition", "Over", "finish", "poll_until", "run", "run_within", "sleep", "wait_shielded", "wake"]
+__all__ = [
+    "Backoff",
+    "Condition",
+    "Over",
+    "finish",
+    "poll_until",
+    "run",
+    "run_within",
+    "sleep",
+    "wait_shielded",
+    "wake",
+]
 
 
 POLL_S = 0.001
@@ -100,6 +112,28 @@ async def run_within(seconds: float, function: Callable[[], Awaitable[None]]) ->
 
 
 sleep = anyio.sleep
+
+
+class Backoff:
+    """The pauses between attempts that fail: from `least` to `most` seconds, twice the last one each time.
+
+    A pause is shortened by chance, by up to a half, so that those who failed together do not try again together.
+    """
+
+    __slots__ = ("_least", "_most", "_next")
+
+    def __init__(self, least: float, most: float) -> None:
+        self._least, self._most = least, most
+        self._next = least
+
+    def reset(self) -> None:
+        """Begin with the shortest pause again, because an attempt has succeeded."""
+        self._next = self._least
+
+    def next(self) -> float:
+        """Return how many seconds to pause now."""
+        pause, self._next = self._next, min(2 * self._next, self._most)
+        return pause * random.uniform(0.5, 1.0)
 
 
 class Condition:

@@ -40,7 +40,7 @@ from msgspec import Meta
 import aiote
 
 from .. import service
-from ..aio import Condition, run_shielded
+from ..aio import Condition, plain_errors, run_shielded
 from .buckets import Bucket, Size, UpdateEnd
 
 __all__ = ["Begun", "BroadcastError", "Exchange", "Feed", "IncomingUpdate", "Outgoing", "ReceiverSlots"]
@@ -451,12 +451,10 @@ class IncomingUpdate:
                 raise self._error(number, f"expected the begin of the update, got {item}")
             self._credits[number] = item.credits
 
-        try:
+        with plain_errors():
             async with anyio.create_task_group() as group:
                 for number in range(len(self.senders)):
                     group.start_soon(ask, number)
-        except BaseExceptionGroup as errors:
-            raise next((one for one in errors.exceptions if isinstance(one, BroadcastError)), errors) from None
 
     async def _credit(self, sender: int) -> None:
         """Report to a sender that one of its slots is free, or that the update succeeded."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -24,7 +23,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..aio import Condition, TaskScope, run_background_tasks
+from ..aio import Backoff, Condition, TaskScope, run_background_tasks
 from ..service.endpoint import CallEndpoint
 from .member_registration import HeldRegistration, claim, give_up
 from .membership import (
@@ -201,18 +200,17 @@ class EmbeddedRegistry:
 
     async def _keep_in_touch(self) -> None:
         """Stay in touch with one server after another, with growing pauses while no server answers."""
-        pause = RETRY_LEAST_S
+        backoff = Backoff(RETRY_LEAST_S, RETRY_MOST_S)
         while not self._engine.closed:
             for address in self._addresses:
                 try:
                     await self._stay_with(address)
                 except aiote.AioteError as error:
                     if self.in_touch:
-                        pause = RETRY_LEAST_S
+                        backoff.reset()
                     self._out_of_touch(str(error))
-            with anyio.move_on_after(pause * random.uniform(0.5, 1.0)):
+            with anyio.move_on_after(backoff.next()):
                 await self._redirected.wait()
-            pause = min(pause * 2, RETRY_MOST_S)
         self._close("the engine is closed")
 
     async def _stay_with(self, address: aiote.Address) -> None:

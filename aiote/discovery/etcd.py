@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ import anyio
 
 import aiote
 
-from ..aio import Condition, run_background_tasks
+from ..aio import Backoff, Condition, run_background_tasks
 from .etcd_gateway import (
     OUT_OF_RANGE,
     TOO_LONG,
@@ -209,25 +208,24 @@ class EtcdRegistry:
 
     async def _follow(self) -> None:
         """Read and watch until cancelled, with growing pauses while no endpoint answers."""
-        pause = RETRY_LEAST_S
+        backoff = Backoff(RETRY_LEAST_S, RETRY_MOST_S)
         while True:
             try:
                 revision = self._revision
                 if revision is None:
                     revision = await self._read_all()
                 await self._listen(revision)
-                pause = RETRY_LEAST_S
+                backoff.reset()
                 continue
             except EtcdError as error:
                 if error.code in (OUT_OF_RANGE, TOO_LONG, TOO_MANY):
                     self._revision = None
                 self._refusal = str(error) if error.permanent else ""
                 if self.in_touch:
-                    pause = RETRY_LEAST_S
+                    backoff.reset()
                 self._out_of_touch(str(error))
                 self._gateway.turn()
-            await anyio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(pause * 2, RETRY_MOST_S)
+            await anyio.sleep(backoff.next())
 
     async def _read_all(self) -> int:
         """Read all members as of one revision, and return that revision."""
@@ -350,19 +348,18 @@ class EtcdRegistry:
 
     async def _keep(self, registration: _EtcdRegistration) -> None:
         """Maintain a registration until it is lost: keep its lease alive, and its key written."""
-        pause = RETRY_LEAST_S
+        backoff = Backoff(RETRY_LEAST_S, RETRY_MOST_S)
         while not registration.lost:
             try:
                 await self._renew(registration)
                 await self._write(registration)
-                pause = RETRY_LEAST_S
+                backoff.reset()
                 await registration.rest()
             except EtcdError as error:
                 if error.permanent and not registration.acknowledged:
                     registration.lose(str(error))
                     return
-                await anyio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(pause * 2, RETRY_MOST_S, max(registration.ttl_s, 1.0) / 3)
+                await anyio.sleep(min(backoff.next(), max(registration.ttl_s, 1.0) / 3))
 
     async def _renew(self, registration: _EtcdRegistration) -> None:
         """Keep the lease alive; if it has expired, take a new one, so that the key has to be written again."""

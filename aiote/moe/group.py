@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import aiote
 
 from .. import service
-from ..aio import Condition, TaskScope, run_shielded
+from ..aio import Backoff, Condition, TaskScope, run_shielded
 from .arrivals import EpochImmediates
 from .batch import Batch
 from .config import MoeConfig, Sizes
@@ -411,7 +411,7 @@ class MoeGroup:
 
     async def _meet_rank(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
         """Ask a rank for its inbox, again until it is in the group; return None if it is lost and masked."""
-        pause, most = AGAIN_S
+        backoff = Backoff(*AGAIN_S)
         while True:
             try:
                 await self._connect(rank)
@@ -431,8 +431,7 @@ class MoeGroup:
                     self.lose(rank, str(error))
             if rank not in self.membership.active:
                 return None
-            await anyio.sleep(pause)
-            pause = min(2 * pause, most)
+            await anyio.sleep(backoff.next())
 
     async def _connect(self, rank: int) -> None:
         peer = await self.engine.connect(self.members[rank])

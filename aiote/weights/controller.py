@@ -26,6 +26,7 @@ import numpy as np
 import aiote
 
 from .. import service
+from ..aio import plain_errors
 from .attempt import Attempt, Receiver
 from .plan import UpdatePlan
 from .protocol import (
@@ -38,7 +39,7 @@ from .protocol import (
     TargetState,
     Update,
 )
-from .rank_memory import in_thread, plain_errors
+from .rank_memory import in_thread
 from .recipe import Recipe
 from .source import plan_described
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,6 @@ __all__ = [
     "TensorPlace",
     "extent_of",
     "in_thread",
-    "plain_errors",
 ]
 
 Bytes = NDArray[np.uint8]
@@ -51,18 +50,6 @@ SHARED_WORK = 1 << 16
 async def in_thread(nbytes: int, function: Any) -> Any:
     """Call a function that works on `nbytes` bytes, in a thread if that takes long. Cancellation waits for its end."""
     return await aio.in_thread(function) if nbytes >= LARGE else function()
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Within a `with`, raise the first error of an exception group in place of the group."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
 
 
 class TensorPlace(NamedTuple):

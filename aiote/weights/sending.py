@@ -17,13 +17,14 @@ from anyio.lowlevel import checkpoint
 
 import aiote
 
+from ..aio import plain_errors
 from .convert import cast, quantize
 from .copies import Copy
 from .dtypes import ITEMSIZE
 from .mapped import MappedBatch, MappedTensors
 from .plan import UpdatePlan
 from .protocol import Numbers, PlanMismatchError, Sent, WriteTarget
-from .rank_memory import Bytes, in_thread, plain_errors
+from .rank_memory import Bytes, in_thread
 from .remote import RemoteTensors
 from .sizes import StagedRead, StagingSizes, most_rows
 from .tasks import Task, Write

@@ -17,7 +17,7 @@ import numpy as np
 import aiote
 
 from .. import service
-from ..aio import run_shielded
+from ..aio import plain_errors, run_shielded
 from .dtypes import ITEMSIZE
 from .layout import Layout
 from .mapped import Mappings
@@ -42,7 +42,7 @@ from .protocol import (
     packed_layout,
     places_of,
 )
-from .rank_memory import TENSOR_BYTES, RankArrays, StagingMemory, in_thread, plain_errors
+from .rank_memory import TENSOR_BYTES, RankArrays, StagingMemory, in_thread
 from .recipe import Recipe
 from .remote import Names, RemoteTensors
 from .sending import UpdateSender

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from aiote.aio import run_background_tasks
+from aiote.aio import plain_errors, run_background_tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -40,3 +40,17 @@ async def test_what_is_started_last_begins_before_it_is_cancelled():
     async with run_background_tasks() as scope:
         scope.start(note)
     assert begun
+
+
+async def test_the_first_error_of_nested_groups_is_raised_as_it_is():
+    async def fail() -> None:
+        raise OSError("inside")
+
+    with pytest.raises(OSError, match="inside"), plain_errors():
+        async with anyio.create_task_group() as outer:
+
+            async def nested() -> None:
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(fail)
+
+            outer.start_soon(nested)

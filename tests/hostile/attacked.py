@@ -14,9 +14,9 @@ from anything import Anything
 from victim import PATIENCE_S, Bounds, Broken
 
 import aiote
+from aiote.aio import plain_errors
 from aiote.service import codec, frames
 from aiote.service.definition import Method
-from aiote.weights.rank_memory import plain_errors
 
 KINDS = (frames.MAGIC[0], 0xE0, 0xE1)
 CALL_S = 1.0

@@ -15,6 +15,7 @@ from lying_source import LiedTo, lied_to
 from victim import KEY, LIMITS, Broken
 
 import aiote
+from aiote.aio import plain_errors
 from aiote.moe import MoeConfig
 from aiote.moe.joining import service_of
 from aiote.service.definition import methods_of
@@ -27,7 +28,6 @@ from aiote.weights.protocol import (
     UpdateOrder,
     WriteTarget,
 )
-from aiote.weights.rank_memory import plain_errors
 from engines import opened
 from moe_ranks import Ranks, Tokens, ranks, whole_round
 
