@@ -8,7 +8,8 @@ to the caller again.
 
 from .bridge import Bridge, acquire
 from .calls import Call
+from .held import HeldContext
 from .promise import Promise, outlast
 from .registered_memory import Registration
 
-__all__ = ["Bridge", "Call", "Promise", "Registration", "acquire", "outlast"]
+__all__ = ["Bridge", "Call", "HeldContext", "Promise", "Registration", "acquire", "outlast"]

@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -19,6 +19,7 @@ from ..config import EngineConfig
 from ..engine import Opening
 from ..errors import ClosedError, UsageError
 from .calls import Call, wait_refused
+from .held import HeldContext
 from .moves import ThreadTransfer
 from .promise import Promise, outlast, until_done
 from .registered_memory import MemorySource, Registration
@@ -194,6 +195,14 @@ class Bridge:
         call = self._call(work)
         call.start()
         return call
+
+    def hold(self, context: Callable[[], AbstractAsyncContextManager[T]]) -> HeldContext[T]:
+        """Enter an async context on the bridge, and wait until that is done; `close` of the result leaves it.
+
+        context: makes the context, on the bridge's thread. An interruption of the wait cancels entering. Raises what
+        entering raises, ClosedError if the bridge is closed, UsageError on the bridge's own thread.
+        """
+        return HeldContext(self, context)
 
     def prepare(self, work: Coroutine[Any, Any, T]) -> Call[T]:
         """Return the call of a coroutine without starting it; its `start`, `wait` or `join` does."""

@@ -86,23 +86,13 @@ class Party:
         self.exchange = Exchange()
         self.registrations = 0
         self._free: dict[str, RegisteredMemory] = {}
-        ready: bridges.Promise[None] = bridges.Promise()
         try:
-            self.bridge.require_elsewhere()
-            serving = self.bridge.submit(self._serve(ready))
-            serving.add_done_callback(lambda _: ready.settle(None))
-            ready.result()
-            if serving.done():
-                serving.result()
+            # It is served until the bridge is closed.
+            self._served = self.bridge.hold(lambda: service.serve(self.engine, self.exchange))
         except BaseException:
             with suppress(UsageError):
                 self.bridge.close()
             raise
-
-    async def _serve(self, ready: bridges.Promise[None]) -> None:
-        async with service.serve(self.engine, self.exchange):
-            ready.settle(None)
-            await anyio.sleep_forever()
 
     async def borrow(self, nbytes: int, access: Literal["local", "write"]) -> RegisteredMemory:
         """Return registered memory of this size; reuse the memory of an earlier update if it has this size."""

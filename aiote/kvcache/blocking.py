@@ -54,30 +54,11 @@ class Blocking(Generic[T]):
     """
 
     def __init__(self, bridge: Bridge, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
-        bridge.require_elsewhere()
         self._bridge = bridge
         self._calls: dict[str, Call[str]] = {}
         self._ended: SimpleQueue[tuple[str, Rows, str]] = SimpleQueue()
-        self._opened: Promise[T] = Promise()
-        self._leave = anyio.Event()
-        self._life = bridge.submit(self._live(context))
-        self._life.add_done_callback(self._ended_early)
-        try:
-            self._inner = self._opened.result()
-        except BaseException:
-            self._life.cancel()
-            raise
-
-    async def _live(self, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
-        self._leave = anyio.Event()
-        async with context(self._bridge.engine) as inner:
-            self._opened.settle(None, inner)
-            await self._leave.wait()
-
-    def _ended_early(self, life: futures.Future[None]) -> None:
-        if not self._opened.done():
-            error = None if life.cancelled() else life.exception()
-            self._opened.settle(error or aiote.ClosedError("it was closed before it had opened"))
+        self._held = bridge.hold(lambda: context(bridge.engine))
+        self._inner = self._held.value
 
     def _begin(self, request: str, rows: Rows, work: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Run a coroutine that returns why a request has failed, or "". Raises UsageError for an open request."""
@@ -123,9 +104,7 @@ class Blocking(Generic[T]):
         """
         self._bridge.require_elsewhere()
         _end(list(self._calls.values()))
-        if not self._life.done():
-            self._bridge.call(_set(self._leave))
-            self._life.result()
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,10 +122,6 @@ def _end(calls: Sequence[Call[Any]]) -> None:
     with ExitStack() as all_of_them:
         for call in calls:
             all_of_them.callback(outlast, call)
-
-
-async def _set(event: anyio.Event) -> None:
-    event.set()
 
 
 class BlockingConsumer(Blocking[Consumer]):

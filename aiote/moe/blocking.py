@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from threading import Lock
 from typing import Any, Generic, Self, TypeVar
 
-import anyio
-
 import aiote
 
-from ..bridge import Bridge, Call, Promise
+from ..bridge import Bridge, Call
 from .config import MoeConfig
-from .group import MoeGroup
 from .opening import open_group
 
 __all__ = ["HeldGroup", "PendingStep"]
@@ -62,40 +58,13 @@ class HeldGroup:
         """
         self.config, self._bridge = config, bridge
         self._at_close: Callable[[], object] | None = None
-        bridge.require_elsewhere()
-        self._opened: Promise[MoeGroup] = Promise()
-        self._open_call = bridge.submit(self._keep_open(members, rank, config, group, tuple(masked), open_timeout))
-        self._open_call.add_done_callback(self._settle_opening)
-        try:
-            self.moe = self._opened.result()
-        except BaseException:
-            self._open_call.cancel()
-            raise
-
-    async def _keep_open(
-        self,
-        members: Sequence[aiote.Address | str],
-        rank: int,
-        config: MoeConfig,
-        group: int,
-        masked: tuple[int, ...],
-        open_timeout: float | None,
-    ) -> None:
-        self._closing = anyio.Event()
-        engine = self._bridge.engine
-        opening = open_group(engine, members, rank, config, group=group, masked=masked, open_timeout=open_timeout)
-        async with opening as moe:
-            self._opened.settle(None, moe)
-            await self._closing.wait()
-
-    def _settle_opening(self, holding: Future[None]) -> None:
-        if not self._opened.done():
-            error = (
-                aiote.ClosedError("the group is not open: use it within its `async with`")
-                if holding.cancelled()
-                else holding.exception()
+        given = tuple(masked)
+        self._held = bridge.hold(
+            lambda: open_group(
+                bridge.engine, members, rank, config, group=group, masked=given, open_timeout=open_timeout
             )
-            self._opened.settle(error or aiote.ClosedError("the group is closed"))
+        )
+        self.moe = self._held.value
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of the group on the bridge's thread, and return its result."""
@@ -116,8 +85,7 @@ class HeldGroup:
     def close(self) -> None:
         """Leave the group, and return once no peer and no transfer uses its memory. Idempotent."""
         with suppress(aiote.ClosedError):
-            self.run(self._closing.set)
-            self._open_call.wait()
+            self._held.close()
         then, self._at_close = self._at_close, None
         if then is not None:
             then()
