@@ -8,7 +8,6 @@ after the segment was idle for a while, and asks for a new one when it needs one
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,11 +20,11 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import Condition, EventLoop, Waiter
+from ..core.allocator import Allocator, aligned
 from .frames import Piece
 
-__all__ = ["LEND_BYTES", "Allocator", "BorrowedMemory", "Budget", "LentMemory", "Share", "Staging"]
+__all__ = ["LEND_BYTES", "BorrowedMemory", "Budget", "LentMemory", "Share", "Staging"]
 
-ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
 SEGMENT_BYTES = 16 << 20
 """A segment has at least the requested bytes and at least as many as the peer's segments before it together.
@@ -39,58 +38,6 @@ IDLE_S = 10.0
 """A segment is given back after it was empty for this long at least, and for twice as long at most, in seconds."""
 SLOW_BYTES = 4 << 20
 """Larger segments are registered without blocking the event loop, because pinning them may take long."""
-
-
-class Allocator:
-    """Allocates places in one contiguous range of memory, first fit; all places are aligned to ALIGNMENT bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._starts = [0]
-        self._lengths = [nbytes]
-        self._used = True
-
-    def take(self, nbytes: int) -> int | None:
-        """Take a place for `nbytes` bytes and return its offset; None if there is none."""
-        need = _aligned(nbytes)
-        self._used = True
-        for index, length in enumerate(self._lengths):
-            if length >= need:
-                start = self._starts[index]
-                if length == need:
-                    del self._starts[index], self._lengths[index]
-                else:
-                    self._starts[index], self._lengths[index] = start + need, length - need
-                return start
-        return None
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Give a taken place back."""
-        index = bisect.bisect_left(self._starts, offset)
-        self._starts.insert(index, offset)
-        self._lengths.insert(index, _aligned(nbytes))
-        # Join the place with its free neighbours.
-        for left in (index, index - 1):
-            if 0 <= left < len(self._starts) - 1 and self._end(left) == self._starts[left + 1]:
-                self._lengths[left] += self._lengths[left + 1]
-                del self._starts[left + 1], self._lengths[left + 1]
-
-    def idle(self) -> bool:
-        """Tell whether all memory is free now and was free at all times since the last call of this method."""
-        used, self._used = self._used, False
-        return not used and self.free
-
-    @property
-    def free(self) -> bool:
-        """Whether no place is taken."""
-        return self._lengths == [self.nbytes]
-
-    def _end(self, index: int) -> int:
-        return self._starts[index] + self._lengths[index]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 class Share:
@@ -171,7 +118,7 @@ class Budget:
         The peer has `held` bytes in `segments` segments in the same direction already. Raises BlockingIOError with the
         reason if the segment would exceed the limits.
         """
-        least = _aligned(nbytes)
+        least = aligned(nbytes)
         size = max(least, min(SEGMENT_BYTES, max(FIRST_BYTES, held)))
         if held + size > self.peer or not self._leaves_enough(share, size):
             size = least
@@ -378,7 +325,7 @@ class BorrowedMemory:
             self._ask(nbytes)
         elif self._refused:
             largest = max((allocator.nbytes for allocator, _ in self.segments.values()), default=0)
-            if _aligned(nbytes) > largest:
+            if aligned(nbytes) > largest:
                 reason, self._asked_bytes, self._refused = self._refused, 0, ""
                 if not self._return([number for number, (one, _) in self.segments.items() if one.free]):
                     raise BlockingIOError(reason)

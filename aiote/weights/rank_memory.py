@@ -20,6 +20,7 @@ import aiote
 
 from .. import aio, gpu
 from ..aio import Condition, run_shielded
+from ..core.allocator import ALIGNMENT, Allocator, aligned
 from ..core.gpu_arrays import GpuArray, gpu_array, part_of
 from ..core.masked_arrays import require_unmasked
 from ..transfers.regions import Access
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 Bytes = NDArray[np.uint8]
-ALIGNED = 64
 LARGE = 1 << 20
 """Work on this many bytes or more runs in a thread, because it would block the event loop for milliseconds."""
 TENSOR_BYTES = 1 << 10
@@ -204,13 +204,13 @@ class RankArrays:
         sizes = {name: extent_of(one, layout.tensors[name].dtype) for name, one in held.items() if one is not None}
         others = {name: first for name, first in (tied or {}).items() if sizes.pop(name, 0)}
         if memory is None:
-            memory = np.zeros(sum(-(-size // ALIGNED) * ALIGNED for size in sizes.values()) + ALIGNED, np.uint8)
+            memory = np.zeros(sum(map(aligned, sizes.values())) + ALIGNMENT, np.uint8)
         made = cls(Layout({}), rank, {"": memory})
         made.layout = layout
-        at = -memory.ctypes.data % ALIGNED
+        at = -memory.ctypes.data % ALIGNMENT
         for name, size in sizes.items():
             made.places[name] = TensorPlace(0, at, size)
-            at += -(-size // ALIGNED) * ALIGNED
+            at += aligned(size)
         # Places must be in the layout's order, because tensors are numbered in this order.
         made.places |= {name: made.places[first] for name, first in others.items()}
         made.places = {name: made.places[name] for name in layout.tensors if name in made.places}
@@ -320,7 +320,7 @@ class StagingMemory:
         self._engine = engine
         self._memory: Bytes | None = None
         self._region: aiote.Region | None = None
-        self._free: list[tuple[int, int]] = [(0, limit // ALIGNED * ALIGNED)]
+        self._places = Allocator(limit // ALIGNMENT * ALIGNMENT)
         self._queue: deque[object] = deque()
         self._changed = Condition()
 
@@ -343,8 +343,8 @@ class StagingMemory:
 
         Waits until there is room. Raises UsageError for more bytes than the limit.
         """
-        size = max(ALIGNED, -(-nbytes // ALIGNED) * ALIGNED)
-        if size > self.limit // ALIGNED * ALIGNED:
+        size = aligned(nbytes)
+        if size > self._places.nbytes:
             raise aiote.UsageError(f"staging_bytes={self.limit}: expected at least {size}")
         start = await self._wait_for_room(size)
         try:
@@ -373,23 +373,16 @@ class StagingMemory:
 
     def _find_gap(self, size: int) -> int:
         """Take the first gap that is large enough, and return its start; -1 if there is none."""
-        for number, (first, length) in enumerate(self._free):
-            if length >= size:
-                self._free[number] = (first + size, length - size)
-                self.held += size
-                self.peak = max(self.peak, self.held)
-                return first
-        return -1
+        start = self._places.take(size)
+        if start is None:
+            return -1
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        return start
 
     def _release(self, start: int, size: int) -> None:
         self.held -= size
-        kept: list[tuple[int, int]] = []
-        for first, length in sorted([*self._free, (start, size)]):
-            if kept and kept[-1][0] + kept[-1][1] == first:
-                kept[-1] = (kept[-1][0], kept[-1][1] + length)
-            elif length:
-                kept.append((first, length))
-        self._free = kept
+        self._places.give(start, size)
         self._wake()
 
     def _wake(self) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import random
-
 import anyio
 import numpy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import aiote
 from aiote.aio import current_loop
+from aiote.core.allocator import ALIGNMENT
 from aiote.service.endpoint import CallEndpoint, Limits
 from aiote.service.memory import (
-    ALIGNMENT,
     FIRST_BYTES,
     MAX_SEGMENTS,
     SEGMENT_BYTES,
-    Allocator,
     BorrowedMemory,
     Budget,
     LentMemory,
@@ -26,38 +21,6 @@ from aiote.service.memory import (
 )
 from claims import WRONG, claimed
 from engines import go_round, linked, opened, until
-
-actions = st.lists(st.one_of(st.integers(1, 5000), st.integers(-50, -1)), max_size=200)
-
-
-@given(actions, st.integers(1, 100))
-def test_allocated_places_never_overlap_and_merge_when_freed(actions, units):
-    allocator = Allocator(units * ALIGNMENT)
-    taken: list[tuple[int, int]] = []
-    for action in actions:
-        if action > 0:
-            offset = allocator.take(action)
-            if offset is None:
-                gaps = free_stretches(units * ALIGNMENT, taken)
-                assert all(gap < action for gap in gaps)
-                continue
-            assert offset % ALIGNMENT == 0
-            assert offset + action <= units * ALIGNMENT
-            assert all(offset + action <= start or start + length <= offset for start, length in taken)
-            taken.append((offset, action))
-        elif taken:
-            allocator.give(*taken.pop(action % len(taken)))
-    for place in taken:
-        allocator.give(*place)
-    assert allocator.take(units * ALIGNMENT) == 0
-
-
-def free_stretches(nbytes: int, taken: list[tuple[int, int]]) -> list[int]:
-    end, gaps = 0, []
-    for start, length in sorted(taken):
-        gaps.append(start - end)
-        end = start + -(-length // ALIGNMENT) * ALIGNMENT
-    return [*gaps, nbytes - end]
 
 
 def test_a_budget_bounds_one_peer_and_all():
@@ -220,16 +183,3 @@ async def test_an_array_stays_registered_for_the_next_call_while_it_is_unchanged
         huge = endpoint.hold(large)
         endpoint.let_go(huge)
         await until(lambda: huge.region.closed)
-
-
-def test_random_places_of_a_large_segment_are_all_found_again():
-    rng, allocator = random.Random(5), Allocator(SEGMENT_BYTES)
-    taken = []
-    for _ in range(5000):
-        if taken and rng.random() < 0.5:
-            allocator.give(*taken.pop(rng.randrange(len(taken))))
-        elif (offset := allocator.take(nbytes := rng.randrange(1, 300_000))) is not None:
-            taken.append((offset, nbytes))
-    for place in taken:
-        allocator.give(*place)
-    assert (allocator._starts, allocator._lengths) == ([0], [SEGMENT_BYTES])

