@@ -9,7 +9,8 @@ has as many rounds as take `--seconds`, 3 at least; `--rounds` says how many ins
 `bench_peers.py install collectives` has installed: gloo and MPICH; `memcpy` is the limit.
 
 The table: microseconds of a round (dispatch and combine), its middle, its 99th percentile and the middle of each
-round's slowest rank; CPU milliseconds of all ranks; how many times as long as aiote, by slowest ranks.
+round's slowest rank; CPU milliseconds of all ranks; how often a rank's threads sleep in a round (voluntary context
+switches); how many times as long as aiote, by slowest ranks.
 
 The load is printed and recorded before and after. A run that begins at a load above `QUIET` is marked busy: its times
 say how the cores were shared, and enter no table. The load after it is mostly the benchmark's own.
@@ -176,6 +177,7 @@ def figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
             "p99_us": micros(percentile(every, 99)),
             "slowest_us": micros(statistics.median(slowest)),
         }
+    found["sleeps"] = round(sum(one["sleeps"] for one in answers) / rounds / len(answers), 1)
     found["cpu_ms"] = round(sum(one["cpu"] for one in answers) * 1e3 / rounds, 3)
     return found
 
@@ -243,13 +245,13 @@ def show(found: list[dict[str, Any]]) -> None:
         return
     one = found[0]
     print(f"\nEP {one['ranks']}, {one['tokens']} tokens, {one['routing']}")
-    heads = ("round p50", "p99", "slowest", "dispatch", "combine", "CPU ms", "x aiote", "memcpy", "rounds")
+    heads = ("round p50", "p99", "slowest", "dispatch", "combine", "CPU ms", "sleeps", "x aiote", "memcpy", "rounds")
     print("contestant".ljust(16), *(head.rjust(9) for head in heads))
     for one in found:
         whole = one["round"]
         cells = [whole["p50_us"], whole["p99_us"], whole["slowest_us"]]
         cells += [one["dispatch"]["p50_us"], one["combine"]["p50_us"]]
-        text = [f"{cell:9.0f}" for cell in cells] + [f"{one['cpu_ms']:9.2f}"]
+        text = [f"{cell:9.0f}" for cell in cells] + [f"{one['cpu_ms']:9.2f}", f"{one['sleeps']:9.1f}"]
         text += [f"{one.get('x_aiote', float('nan')):9.2f}", f"{one.get('of_memcpy', float('nan')):9.0%}"]
         print(one["contestant"].ljust(16), *text, f"{one['rounds']:9d}", flush=True)
 

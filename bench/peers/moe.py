@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import gc
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -192,12 +193,14 @@ class Times(NamedTuple):
     dispatch: list[float]
     combine: list[float]
     cpu: float
+    sleeps: int
+    """How often a thread of the rank gave its processor up to wait."""
 
 
 async def timed(rounds: Rounds, count: int) -> Times:
     """Make rounds; tokens are of version 1 in the last one."""
     dispatch, combine = [], []
-    began = time.process_time()
+    began, slept = time.process_time(), sleeps()
     for number in range(count):
         version = (count - number) % 2
         rounds.prepare(version)
@@ -207,7 +210,12 @@ async def timed(rounds: Rounds, count: int) -> Times:
         await rounds.combine()
         dispatch.append(middle - start)
         combine.append(time.perf_counter() - middle)
-    return Times(dispatch, combine, time.process_time() - began)
+    return Times(dispatch, combine, time.process_time() - began, sleeps() - slept)
+
+
+def sleeps() -> int:
+    """Return how often the threads of this process have waited so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
 
 
 async def begin(rounds: Rounds) -> dict[str, Any]:

@@ -95,12 +95,13 @@ def test_the_check_sees_a_byte_and_a_sum_that_are_others(moe):
 
 
 def test_figures_are_of_rounds_and_of_each_rounds_slowest_rank(tool, capsys):
-    quick = {"dispatch": [1e-3, 2e-3, 3e-3], "combine": [1e-3] * 3, "cpu": 0.003}
-    slow = {"dispatch": [4e-3, 1e-3, 1e-3], "combine": [1e-3] * 3, "cpu": 0.006}
+    quick = {"dispatch": [1e-3, 2e-3, 3e-3], "combine": [1e-3] * 3, "cpu": 0.003, "sleeps": 12}
+    slow = {"dispatch": [4e-3, 1e-3, 1e-3], "combine": [1e-3] * 3, "cpu": 0.006, "sleeps": 6}
     found = tool.figures([quick, slow])
     assert found["round"] == {"p50_us": 2000, "p99_us": 5000, "slowest_us": 4000}
     assert found["dispatch"]["slowest_us"] == 3000
     assert found["cpu_ms"] == 3
+    assert found["sleeps"] == 3
     case = {"ranks": 2, "tokens": 3, "routing": "one", "library": ""}
     half = tool.figures([{**quick, "dispatch": [5e-4] * 3, "combine": [5e-4] * 3}] * 2)
     records = tool.rated(
