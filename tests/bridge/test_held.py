@@ -70,7 +70,7 @@ def test_a_bridge_that_is_closed_leaves_what_is_held_and_what_is_being_entered()
         held = bridge.hold(entered)
 
         def hold() -> None:
-            with pytest.raises(aiote.ClosedError, match="before it was open"):
+            with pytest.raises(aiote.ClosedError, match="closed"):
                 bridge.hold(entering)
             found.append("refused")
 
