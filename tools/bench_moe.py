@@ -58,6 +58,7 @@ WAYS = [
     Way("aiote-packed", "aiote", "packed"),
     Way("aiote-direct", "aiote", "direct"),
     Way("aiote-rank", "aiote", "rank"),
+    Way("aiote-rails", "aiote", "rails"),
     Way("gloo-alltoall", "gloo", "alltoall"),
     Way("mpich-alltoallv", "mpich", "alltoallv"),
     Way("gloo-allgather", "gloo", "allgather"),

@@ -1,7 +1,7 @@
 """Rounds of dispatch and combine by aiote.moe: one rank, over the rail that the engine chooses.
 
 Variants: "" takes the defaults; "packed" and "direct" name the placement, the second with tokens in `moe.inputs()`;
-"rank" sends a token once to a rank and has experts' sums sent back.
+"rank" sends a token once to a rank and has experts' sums sent back; "rails" uses no memory that ranks share.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {"placement": "packed"},
     "direct": {"placement": "direct"},
     "rank": {"copies": "rank", "reduce": "expert"},
+    "rails": {"shared_memory": "off"},
 }
 
 

@@ -152,7 +152,7 @@ def test_a_whole_run_is_checked_and_recorded(tmp_path):
     done = run(*only, "--json", str(file))
     assert done.returncode == 0, done.stderr
     records = json.loads(file.read_text())["records"]
-    names = ["aiote", "aiote-packed", "aiote-direct", "aiote-rank", "memcpy"]
+    names = ["aiote", "aiote-packed", "aiote-direct", "aiote-rank", "aiote-rails", "memcpy"]
     assert [one["contestant"] for one in records] == names
     assert all(one["rounds"] == 2 and one["round"]["p50_us"] > 0 for one in records)
     assert "aiote-rank" in done.stdout
