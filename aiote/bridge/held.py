@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..aio import Condition
 from ..errors import ClosedError
@@ -42,7 +43,7 @@ class HeldContext(Generic[T]):
             self._entered.settle(None, value)
             await self._asked.until(lambda: self._closing)
 
-    def _ended(self, life: Any) -> None:
+    def _ended(self, life: futures.Future[None]) -> None:
         # Of a context that was entered this is the second outcome, which has no effect.
         error = None if life.cancelled() else life.exception()
         self._entered.settle(error or ClosedError("it was closed before it was open"))

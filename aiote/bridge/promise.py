@@ -174,7 +174,7 @@ async def until_done(
     interruption: BaseException
     try:
         begin()
-        await over.until(lambda: promise.done())
+        await over.until(promise.done)
         return
     except BaseException as error:
         interruption = error

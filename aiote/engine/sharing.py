@@ -32,7 +32,7 @@ class SharingVerbs:
         of its engine. Cancelling leaves no memory. Raises UsageError, ClosedError, FabricError when the kernel has no
         memory.
         """
-        return await self._links.sharing.share(nbytes, peers, reserve)
+        return await self._links.sharing.share(nbytes, peers, reserve=reserve)
 
     async def map_memory(
         self, descriptor: bytes | bytearray | memoryview, *, owner: Peer | Address | None = None

@@ -179,8 +179,9 @@ class BlockingConsumer(Blocking[Consumer]):
             over.settle(None)
 
     def take_begun(self) -> list[str]:
-        """Return the requests whose first layer has arrived since the last call, of those submitted with `begins`. Some
-        of them may have ended. A request to which several ranks write, or that is read, is not among them.
+        """Return the requests, submitted with `begins`, whose first layer has arrived since the last call.
+
+        A returned request may have ended. Requests that several ranks write, and requests that are read, are left out.
         """
         return [self._begun.get_nowait() for _ in range(self._begun.qsize())]
 

@@ -100,7 +100,7 @@ class Sharing:
         """Raise UsageError if the caller runs in another event loop than the engine's."""
         self._runtime.require_here()
 
-    async def share(self, nbytes: int, peers: Iterable[Peer | Address | str], reserve: bool) -> SharedMemory:
+    async def share(self, nbytes: int, peers: Iterable[Peer | Address | str], *, reserve: bool) -> SharedMemory:
         """Allocate memory that peers may map; see `Engine.share_memory`."""
         self._runtime.require_open()
         nbytes = as_integer("share_memory: nbytes", nbytes)
@@ -109,13 +109,13 @@ class Sharing:
         if isinstance(peers, str | bytes | Peer | Address):
             raise UsageError("share_memory: expected a list of peers, got one")
         named = [one_engine(peer, "share_memory") for peer in peers]
-        pages = await self._allocate(nbytes, reserve or commits_strictly())
+        pages = await self._allocate(nbytes, reserve=reserve or commits_strictly())
         number = secrets.randbits(64)
         memory = SharedMemory(self, pages, SharedDescriptor(self._runtime.address, number, nbytes))
         self._own[number] = _Own(memory, pages, {_key(peer): MAX_GRANTS for peer in named})
         return memory
 
-    async def _allocate(self, nbytes: int, reserve: bool) -> SharedPages:
+    async def _allocate(self, nbytes: int, *, reserve: bool) -> SharedPages:
         """Allocate memory; many pages that are reserved, in a thread. Raises FabricError, ClosedError."""
         if nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             # The kernel would take all memory of the host before it refuses.
@@ -123,7 +123,7 @@ class Sharing:
         made: list[SharedPages] = []
         try:
             if nbytes < IN_THREAD or not reserve:
-                made.append(SharedPages(nbytes, reserve))
+                made.append(SharedPages(nbytes, reserve=reserve))
             else:
                 await in_thread(lambda: made.append(SharedPages(nbytes)))
             self._runtime.require_open()

@@ -30,7 +30,7 @@ class DispatchArguments:
 
 
 class RoundParts:
-    """The base class of `Round`."""
+    """What all steps of a round use: its group, lane, memory and plan, where its rows lie, and how they are written."""
 
     def __init__(self, lane: Lane, given: DispatchArguments) -> None:
         self._lane, self._given = lane, given

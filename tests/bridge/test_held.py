@@ -11,6 +11,7 @@ import pytest
 
 import aiote
 from bridges import aside, bridge_to
+from engines import PATIENCE_S
 
 
 class Context:
@@ -76,7 +77,7 @@ def test_a_bridge_that_is_closed_leaves_what_is_held_and_what_is_being_entered()
 
         thread = threading.Thread(target=hold)
         thread.start()
-        assert entering.begun.wait(60)
+        assert entering.begun.wait(PATIENCE_S)
         aside(bridge.close)
         thread.join()
         assert (entered.seen, entering.seen, found) == (["entered", "over"], ["over"], ["refused"])

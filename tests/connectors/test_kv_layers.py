@@ -153,12 +153,6 @@ def prefill(made: Cache) -> Iterator[RankTransfers]:
         aside(one.close)
 
 
-@pytest.fixture
-def portal() -> Iterator[anyio.from_thread.BlockingPortal]:
-    with anyio.from_thread.start_blocking_portal() as portal:
-        yield portal
-
-
 class Pair:
     """A prefill rank, a decode rank that receives request "r" into pages 4, 1 and 6, and what each has in memory."""
 

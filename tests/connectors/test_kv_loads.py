@@ -92,12 +92,6 @@ def test_a_request_that_is_aborted_before_its_first_layer_is_no_early_one():
 # A worker's side.
 
 
-@pytest.fixture
-def portal() -> Iterator[anyio.from_thread.BlockingPortal]:
-    with anyio.from_thread.start_blocking_portal() as portal:
-        yield portal
-
-
 @contextmanager
 def decode(made: Cache, names: dict[str, int] = NAMES) -> Iterator[RankTransfers]:
     settings = {"provider": "local", **LOST_SOON}

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import anyio
-import anyio.from_thread
 import numpy as np
 import pytest
 
@@ -42,12 +40,6 @@ def transfers(made: Cache, *, produces: bool, lease: float = PATIENCE_S, turn: i
         yield one
     finally:
         aside(one.close)
-
-
-@pytest.fixture
-def portal() -> Iterator[anyio.from_thread.BlockingPortal]:
-    with anyio.from_thread.start_blocking_portal() as portal:
-        yield portal
 
 
 def ended(one: RankTransfers) -> EndedRequests:

@@ -1,8 +1,8 @@
 """A worker's side of prompts that are offered while they are computed. Knows nothing of vLLM.
 
-The engine's blocks change hands at the beginning of a step, so `begin` comes before the computation: it is the only
-call that waits, for the writes from blocks of preempted requests. `saved` comes after each layer, and `end` after the
-last; `end` offers the layers for which `saved` was not called.
+The engine's blocks change hands at the beginning of a step, so `begin` comes before the computation. It is the only
+call that waits: until the writes from blocks of preempted requests are over. `saved` comes after each layer, and `end`
+after the last; `end` offers the layers for which `saved` was not called.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ LOAD_S = 10.0
 class LayerLoads:
     """The requests of one rank that are loading; layers: the number of each layer by its name.
 
-    `invalid` are the blocks whose contents did not come, for the engine's report of this step.
+    `invalid` are the blocks whose contents did not come; the engine reports them in this step.
     """
 
     def __init__(self, consumer: BlockingConsumer, layers: Mapping[str, int]) -> None:
@@ -48,7 +48,7 @@ class LayerLoads:
         self._steps = steps
 
     def wait(self, layer: str) -> None:
-        """Wait until a layer of all loading requests has arrived. A request of which it does not come is broken."""
+        """Wait until a layer of all loading requests has arrived. If it does not come, its request is broken."""
         count = self._counts.get(layer)
         if self._loading and count is not None:
             self._waited = True

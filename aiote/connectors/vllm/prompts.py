@@ -47,8 +47,8 @@ class LayerSteps(NamedTuple):
     """The news for the workers about prompts that are computed for other engines.
 
     suspended: preempted requests, whose blocks go to others in this step. ended: requests that have ended well.
-    withdrawn: the names of those that have not; each with its request, or "" if it was never offered. queued: the names
-    of prompts that are not offered yet, every `interval` seconds.
+    withdrawn: the names of requests that were aborted; each with its request, or "" if it was never offered. queued:
+    the names of prompts that are not offered yet, every `interval` seconds.
     """
 
     computing: list[Computing]
