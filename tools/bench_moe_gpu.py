@@ -53,7 +53,9 @@ def main() -> int:
     work: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: cupy.copyto(copy, answers), 2 * answers.nbytes),
         "pack": (
-            lambda: kernels.pack(sent, sent, 0, 0, at, x, scales, tail, HIDDEN, HIDDEN + 4 * SCALES),
+            lambda: kernels.pack(
+                sent, sent, 0, 0, at, x, scales=scales, tail=tail, scales_at=HIDDEN, tail_at=HIDDEN + 4 * SCALES
+            ),
             TOKENS * used + rows * used,
         ),
         "combine": (

@@ -35,6 +35,7 @@ class Batch:
         plan: RoundPlan,
         sizes: Sizes,
         memory: LaneMemory,
+        *,
         like: Any,
         dropped: NDArray[np.bool_] | None,
         active: NDArray[np.bool_],

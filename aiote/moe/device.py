@@ -243,7 +243,7 @@ class GpuKernels:
 
     def describe(
         self, ids: Any, weights: Any, numbered: tuple[Any, Any], counts: tuple[Any, Any], bounds: Bounds, tail: Any,
-        described: DescribedRound, *, raises: int = 0,
+        *, described: DescribedRound, raises: int = 0,
     ) -> None:  # fmt: skip
         """Fill `described` from the results of `number_rows` for the same ids: `counts` is its return value.
 
@@ -264,8 +264,8 @@ class GpuKernels:
         self._launch("moe_describe", blocks, 0, [*numbers, *self._flags, raises])
 
     def pack(
-        self, sent: Any, own: Any, first: int, last: int, at: Any, x: Any, scales: Any, tail: Any, scales_at: int,
-        tail_at: int, *, waits: int = 0, raises: int = 0,
+        self, sent: Any, own: Any, first: int, last: int, at: Any, x: Any, *, scales: Any, tail: Any,
+        scales_at: int = 0, tail_at: int = 0, waits: int = 0, raises: int = 0,
     ) -> None:  # fmt: skip
         """Make rows of tokens: copy token t, its scales and its tail, to each row that `at` (tokens, k) names."""
         to, mine = self._lines(sent), self._lines(own)
@@ -283,8 +283,8 @@ class GpuKernels:
         self._launch("moe_copy_runs", there.rows, 0, [*numbers, nbytes, *self._flags, waits, raises])
 
     def unfold(
-        self, to: Any, source: Any, nbytes: int, ids: Any, first: int, base: Any, room: Any, places: Any, seen: Any,
-        *, waits: int = 0, raises: int = 0,
+        self, to: Any, source: Any, nbytes: int, ids: Any, first: int, base: Any, *, room: Any, places: Any, seen: Any,
+        waits: int = 0, raises: int = 0,
     ) -> None:  # fmt: skip
         """Copy each copy in `source` to the place of every expert that it is for: ids (copies, k), of all experts."""
         copies, top_k = self._shape(ids)
@@ -295,7 +295,7 @@ class GpuKernels:
         self._launch("moe_places", 1, shared, [*numbers, work, *self._flags, waits])
         nothing = source[:, :0]
         # This kernel waits as well, because an aborted round has no places.
-        self.pack(to, to, 0, 0, places, source[:, :nbytes], nothing, nothing, 0, 0, waits=waits, raises=raises)
+        self.pack(to, to, 0, 0, places, source[:, :nbytes], scales=nothing, tail=nothing, waits=waits, raises=raises)
 
     def combine(
         self, out: Any, rows: Any, places: Any, weights: Any, dtype: str, accumulate: bool, *, waits: int = 0,

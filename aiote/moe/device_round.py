@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import numpy as np
@@ -35,13 +35,10 @@ from .lane import IDS, Lane
 from .plan import RoundPlan
 from .posting import OutboxWrite
 from .round import Round
-from .round_parts import DispatchArguments
+from .round_parts import DispatchArguments, RoundHost
 from .runs import unfold
 from .states import GroupBrokenError
 from .wire import ANSWER, HEADER, PAYLOAD, ROUTE, Route
-
-if TYPE_CHECKING:
-    from .group import MoeGroup
 
 __all__ = ["DeviceLane", "DeviceRound"]
 
@@ -132,7 +129,7 @@ class DeviceKernels:
         """Copy each row to all places that `at` (rows, k) names."""
         rows, there = _reached(source), _reached(to)
         nothing = KernelArray.at(0, (len(rows), 0), "|u1", (0, 1))
-        self._gpu.pack(there, there, 0, 0, self._kept(at), rows, nothing, nothing, 0, 0)
+        self._gpu.pack(there, there, 0, 0, self._kept(at), rows, scales=nothing, tail=nothing)
 
 
 def _reached(rows: Any) -> Any:
@@ -142,7 +139,7 @@ def _reached(rows: Any) -> Any:
 class DeviceLane(Lane):
     """The state of a lane that its rounds share, and the numbers that its kernels write for the host."""
 
-    def __init__(self, group: MoeGroup, number: int) -> None:
+    def __init__(self, group: RoundHost, number: int) -> None:
         super().__init__(group, number)
         sizes, config = self.sizes, self.sizes.config
         assert group.launcher is not None
@@ -212,7 +209,7 @@ class DeviceLane(Lane):
         for column, nbytes in pieces:
             to = KernelArray.at(room + column * size, (rows, nbytes), "|u1", (width * size, 1))
             there = KernelArray.at(address + column * across, (rows, nbytes), "|u1", (down, 1), array)
-            self.gpu.pack(to, to, 0, 0, at, there, nothing, nothing, 0, 0)
+            self.gpu.pack(to, to, 0, 0, at, there, scales=nothing, tail=nothing)
         return KernelArray.at(room, (rows, width), np.dtype(name).str, owner=array)
 
     def round_of(self, given: DispatchArguments) -> Round:
@@ -298,10 +295,10 @@ class DeviceRound(Round):
     def send(self) -> None:
         """Launch the kernels that number, describe and pack, and submit the writes of the route and of rows."""
         lane, memory, sizes, config = self._lane, self._memory, self._sizes, self._config
-        tokens, where, me = self._tokens, self._group.memory.map, self._group.rank
+        tokens, where, me = self._tokens, self._map, self._me
         route = memory.own_routes[self._parity]
         nothing = np.zeros(config.experts, np.int64), np.zeros(sizes.ranks, np.int64)
-        Route(self._group.membership.epoch, self.number, tokens, *nothing).write(route)
+        Route(self._membership.epoch, self.number, tokens, *nothing).write(route)
         lane.kernels.begin()
         self._position, self._copy = lane.host_positions[:tokens], lane.host_copies[:tokens]
         self._describe(route[HEADER - 1 : HEADER + config.experts + sizes.ranks])
@@ -322,23 +319,22 @@ class DeviceRound(Round):
     def _describe(self, said: NDArray[np.uint32]) -> None:
         """Launch the kernels that number the rows, and that write the numbers for the host."""
         lane, sizes, config, given, tokens = self._lane, self._sizes, self._config, self._given, self._tokens
-        gpu, position, where = lane.gpu, lane.position[:tokens], self._group.memory.map
+        gpu, position, where = lane.gpu, lane.position[:tokens], self._map
         shape = config.experts, sizes.local, sizes.ranks
-        counts = gpu.number_rows(given.ids, *shape, False, position, begins=True)
+        counts = gpu.number_rows(given.ids, *shape, by_rank=False, out=position, begins=True)
         lane.flag_value = lane.flag_value + 1 & 0xFFFFFFFF
         copy = lane.copy[:tokens] if self._by_rank else None
         if copy is not None:
-            gpu.number_rows(given.ids, *shape, True, copy)
+            gpu.number_rows(given.ids, *shape, by_rank=True, out=copy)
         at, weights = self._outbox() + where.sent_at, lane.weights[:tokens]
-        bounds = Bounds(
-            sizes.local, self._group.rank, sizes.private, sizes.row, at, *sizes.most_of_source(), where.route
-        )
+        bounds = Bounds(sizes.local, self._me, sizes.private, sizes.row, at, *sizes.most_of_source(), where.route)
         small = [
             KernelArray.of(one) for one in (self._position, self._copy, said, lane.lengths, lane.here, lane.routed)
         ]
         described = DescribedRound(weights, *small)
         tail = lane.tail[:tokens]
-        gpu.describe(given.ids, given.weights, (position, copy), counts, bounds, tail, described, raises=ROUTED)
+        numbered = position, copy
+        gpu.describe(given.ids, given.weights, numbered, counts, bounds, tail, described=described, raises=ROUTED)
         # Keep the caller's weights until the round is over, by when kernels have read them.
         self._dispatched, given.weights = given.weights, weights
 
@@ -349,8 +345,19 @@ class DeviceRound(Round):
         at: Any = (lane.copy if self._by_rank else lane.position)[:tokens]
         if sizes.direct:
             at = KernelArray.of(lane.in_order[:tokens].reshape(-1, 1))
-        parts = given.x, given.scales, lane.tail[:tokens]
-        lane.gpu.pack(sent, sent, 0, 0, at, *parts, sizes.scales_at, sizes.token_at, raises=PACKED)
+        lane.gpu.pack(
+            sent,
+            sent,
+            0,
+            0,
+            at,
+            given.x,
+            scales=given.scales,
+            tail=lane.tail[:tokens],
+            scales_at=sizes.scales_at,
+            tail_at=sizes.token_at,
+            raises=PACKED,
+        )
 
     def _submit_flag_wait(self, flag: int) -> aiote.Transfer:
         """Return a transfer that ends when a flag is raised."""
@@ -390,8 +397,8 @@ class DeviceRound(Round):
         self._require_room()
         sent = self._copies if self._by_rank else sizes.for_ranks(self._experts)
         self._starts = np.cumsum(sent) - sent
-        self._group.counted.sent_rows += int(sent.sum())
-        self._group.counted.sent_bytes += int(lane.routed.sum()) + (0 if sizes.direct else int(lane.lengths.sum()))
+        self._counted.sent_rows += int(sent.sum())
+        self._counted.sent_bytes += int(lane.routed.sum()) + (0 if sizes.direct else int(lane.lengths.sum()))
         if self._reads_rows:
             await lane.wait_transfer(self._flag_waits[PACKED])
         return await super()._receive()
@@ -401,7 +408,7 @@ class DeviceRound(Round):
         if len(here):
             lengths = np.full(len(here), nbytes, np.int64)
             self._submit(ANSWERED if kind == ANSWER else PACKED, [rank] * len(here), (lengths, here, there), kind)
-            self._group.counted.sent_bytes += nbytes * len(here)
+            self._counted.sent_bytes += nbytes * len(here)
 
     def _spread_rows(self, rows: Any, at: NDArray[np.int32]) -> None:
         self._kernels.spread_rows(self._memory.placed, rows, at)
@@ -454,7 +461,7 @@ class DeviceRound(Round):
             return
         self._lane.signal(ANSWERED)
         rows = np.array([(one.nbytes, one.at, one.to) for one in writes], np.int64).reshape(-1, 3).T
-        self._group.counted.sent_bytes += int(rows[0].sum())
+        self._counted.sent_bytes += int(rows[0].sum())
         lengths, here, there = (np.ascontiguousarray(row) for row in rows)
         self._submit(ANSWERED, [one.rank for one in writes], (lengths, here, there), kind)
 

@@ -1,9 +1,11 @@
-"""One rank of a group: how it opens, breaks, resets and leaves, and the state that its lanes share."""
+"""One rank of a group: how it opens, breaks, resets and leaves, and the state that its lanes share.
+
+`epochs` has how it meets the others, `lane` the rounds.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,18 +15,17 @@ from numpy.typing import NDArray
 
 import aiote
 
-from .. import service
-from ..aio import Backoff, Condition, TaskScope, run_shielded
-from .arrivals import EpochImmediates
+from ..aio import TaskScope, run_shielded
 from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
 from .device_round import DeviceLane
-from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, NOWHERE, Meeting, MoeService, service_of, within_reach
+from .epochs import Epochs
+from .joining import NOWHERE, Meeting, MoeService, service_of
 from .lane import Lane
 from .leaving import handle_departure
 from .memory import RankMemory
-from .posting import Posting, attach_inbox, groups_alone
+from .posting import Posting
 from .round import Round
 from .sharing import MappedInboxes
 from .states import GroupBrokenError, Membership
@@ -43,8 +44,9 @@ class MoeGroup:
         members: Sequence[Any],
         rank: int,
         config: MoeConfig,
-        group: int,
-        debug: bool,
+        *,
+        group: int = 0,
+        debug: bool = False,
         device: int | Launcher | None = None,
     ) -> None:
         self.launcher = open_launcher(device)
@@ -61,9 +63,8 @@ class MoeGroup:
         self.number, self.sizes = group, Sizes(config, len(members))
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
         self.memory = RankMemory(self.sizes, self.launcher)
-        self.mapped = MappedInboxes(self.sizes, self.memory.map)
+        self.mapped_inboxes = MappedInboxes(self.sizes, self.memory.map)
         self.posting: Posting | None = None
-        self._immediates: EpochImmediates | None = None
         self.service: type[MoeService] = service_of(group)
         self.counted = MoeStatistics(
             expert_rows=np.zeros(self.sizes.experts_of(rank), np.int64),
@@ -71,11 +72,7 @@ class MoeGroup:
             waited_for=np.zeros(self.sizes.ranks),
         )
         self._lanes = [(Lane if self.launcher is None else DeviceLane)(self, number) for number in range(config.lanes)]
-        self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
-        self._ready, self._leaving = 0, False
-        self._entering: anyio.CancelScope | None = None
-        self._changed = Condition()
-        self._peers: dict[int, aiote.Peer] = {}
+        self._epochs = Epochs(self, self._lanes, self.service)
         self._tasks: TaskScope | None = None
 
     # Rounds.
@@ -145,8 +142,8 @@ class MoeGroup:
         if self.config.on_loss != "mask":
             raise aiote.UsageError("mask: a group with on_loss='raise' cannot leave a rank out; use on_loss='mask'")
         if self.membership.mask(rank, reason):
-            if rank in self._peers:
-                self._peers[rank].disconnect(reason)
+            if rank in self._epochs.peers:
+                self._epochs.peers[rank].disconnect(reason)
             self._wake()
 
     def abort(self, reason: str = "it was aborted") -> None:
@@ -173,7 +170,7 @@ class MoeGroup:
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
             raise aiote.UsageError(f"replace({rank!r}): expected another rank, from 0 to {self.sizes.ranks - 1}")
         self.members[rank] = aiote.Address.parse(address) if isinstance(address, str) else address
-        old = self._peers.pop(rank, None)
+        old = self._epochs.peers.pop(rank, None)
         if old is not None:
             old.disconnect(f"rank {rank} was replaced")
         if self.membership.failure is not None or any(lane.state.phase != "idle" for lane in self._lanes):
@@ -196,8 +193,7 @@ class MoeGroup:
             self._tasks.start(body, *arguments)
 
     def _stop_steps(self, tell: str) -> None:
-        if self._entering is not None:
-            self._entering.cancel()
+        self._epochs.stop()
         for lane in self._lanes:
             lane.cancel()
         self._wake()
@@ -207,7 +203,7 @@ class MoeGroup:
 
     async def _tell_break(self, rank: int, epoch: int, reason: str) -> None:
         with suppress(aiote.AioteError), anyio.move_on_after(self.engine.config.drain_timeout):
-            await self._client(rank).broke(self.rank, epoch, reason[:200])
+            await self._epochs.client(rank).broke(self.rank, epoch, reason[:200])
 
     def lose(self, rank: int, reason: str) -> None:
         """Record that a rank is lost: mask and disconnect it, or break the group."""
@@ -218,18 +214,19 @@ class MoeGroup:
         self.membership.record_loss(rank, error)
         if self.membership.failure is not None:
             self._stop_steps(str(error))
-        elif rank in self._peers:
-            self._peers[rank].disconnect(reason)
+        elif rank in self._epochs.peers:
+            self._epochs.peers[rank].disconnect(reason)
         self._wake()
 
     def _wake(self) -> None:
         for lane in self._lanes:
             lane.wake()
-        self._changed.wake_all()
+        self._epochs.wake()
 
-    async def _watch(self, rank: int, peer: aiote.Peer) -> None:
+    async def watch(self, rank: int, peer: aiote.Peer) -> None:
+        """Lose a rank once its connection has ended; a task beside the rounds."""
         reason = await peer.wait_closed()
-        if self._peers.get(rank) is not peer:
+        if self._epochs.peers.get(rank) is not peer:
             return
         if rank not in self.membership.departed:
             self.lose(rank, reason)
@@ -246,53 +243,30 @@ class MoeGroup:
 
         Raises UsageError for another config or other members, and for a number that is no other rank.
         """
-        if self._is_over(rank, digest):
-            return ELSEWHERE
-        if digest != self._digest:
-            raise aiote.UsageError(
-                f"rank {rank} has another MoeConfig or other members than rank {self.rank}: {self.config}"
-            )
-        if not 0 <= rank < self.sizes.ranks or rank == self.rank:
-            raise aiote.UsageError(f"rank {rank} asked rank {self.rank}: expected another of {self.sizes.ranks}")
-        await self._changed.until(
-            lambda: self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)
-        )
-        assert self._immediates is not None
-        self._immediates.allow(rank, caller)
-        lent, first = self.memory.lend(rank, caller.address), self._immediates.first_of(rank)
-        return Meeting(self._ready, lent, first, await self.memory.describe(rank, caller))
+        return await self._epochs.admit_rank(rank, epoch, digest, caller)
 
-    def _is_over(self, rank: int, digest: bytes) -> bool:
-        """Return whether a rank has left this group, or may have, and so calls from a later group of this number."""
-        if self._leaving or rank in self.membership.departed:
-            return True
-        return digest != self._digest and (self.membership.failure is not None or not self.membership.takes_part(rank))
-
-    def _is_member(self, rank: int, caller: aiote.Peer) -> bool:
+    def is_member(self, rank: int, caller: aiote.Peer) -> bool:
         """Return whether the caller is that rank, by its identity: any engine that may connect can claim to be one."""
         other = 0 <= rank < self.sizes.ranks and rank != self.rank
         return other and self.members[rank].identity == caller.address.identity and self.membership.takes_part(rank)
 
     def record_break(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         """Record that another rank broke an epoch, if the caller is that rank, and pass it on."""
-        if self._is_member(rank, caller) and self.membership.record_break(rank, epoch, reason):
+        if self.is_member(rank, caller) and self.membership.record_break(rank, epoch, reason):
             # The rank that broke it may be gone before all have heard. Each rank passes the news on once, so it ends.
             self._stop_steps(f"rank {rank}: {reason}")
 
     async def record_departure(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Record that the caller, if it is that rank, takes no part in `rounds` (one for each lane) and later ones."""
-        if self._is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
-            await handle_departure(self, self._lanes, self._client, rank, rounds)
+        if self.is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
+            await handle_departure(self, self._lanes, self._epochs.client, rank, rounds)
 
     async def reached(self, rank: int, epoch: int, lane: int, caller: aiote.Peer) -> tuple[int, int]:
         """Return how far a lane is, as `MoeService.reached`; NOWHERE to any engine but that rank's."""
-        known = self._is_member(rank, caller) and epoch == self.membership.epoch and lane < len(self._lanes)
+        known = self.is_member(rank, caller) and epoch == self.membership.epoch and lane < len(self._lanes)
         return await self._lanes[lane].posted() if known else NOWHERE
 
     # Epochs.
-
-    def _client(self, rank: int) -> MoeService:
-        return service.client(self.engine, self.members[rank], self.service)
 
     async def _renew(self, back: Sequence[int]) -> None:
         try:
@@ -300,8 +274,8 @@ class MoeGroup:
                 lane.cancel()
             for lane in self._lanes:
                 await run_shielded(lane.drain)
-            await self._take_back()
-            await self._enter(self.membership.epoch + 1, back, first=False)
+            await self._epochs.end()
+            self.posting = await self._epochs.enter(self.membership.epoch + 1, back, first=False)
         except BaseException as error:
             # Not all ranks are in this epoch, and some may be in a round of it; the next reset begins another epoch.
             broken = GroupBrokenError(f"rank {self.rank} could not reset the group: {error!r}")
@@ -309,147 +283,15 @@ class MoeGroup:
                 self._stop_steps(str(broken))
             raise
 
-    async def _take_back(self) -> None:
-        # A rank that asks to meet now waits for the next epoch, because this epoch's rows would get no answers.
-        self._ready = 0
-        self.mapped.close()
-        await self.memory.take_all_back()
-        await run_shielded(lambda: self.memory.renew(self.others))
-
-    async def _enter(self, epoch: int, back: Sequence[int], *, first: bool) -> None:
-        """Enter an epoch together with all ranks that take part.
-
-        This rank moves on to a later epoch if another rank is already in it, or if another rank reports that this epoch
-        is broken; the other rank then begins the next epoch, and waits for this rank there.
-        """
-        self.membership.reset(epoch, back)
-        while True:
-            epoch = self.membership.epoch
-            self._open_counters()
-            self._ready = epoch
-            self._changed.wake_all()
-            found = await self._meet_all(epoch, range(self.sizes.ranks) if first else back)
-            latest = max([epoch + self.membership.heard, *(met.epoch for met in found.values())])
-            if latest == epoch:
-                self.membership.require_whole()
-                break
-            await self._take_back()
-            self.membership.follow(latest, [rank for rank, met in found.items() if met.epoch > epoch])
-        await self._attach_inboxes(found)
-
-    def _open_counters(self) -> None:
-        """Open new counters on new immediates, so that late writes of an earlier epoch are not counted."""
-        for lane in self._lanes:
-            lane.close()
-        if self._immediates is not None:
-            self._immediates.close()
-        separate = self.sizes.ranks if self.config.on_loss == "mask" else 0
-        self._immediates = EpochImmediates(self.engine, len(self._lanes), separate)
-        for lane in self._lanes:
-            lane.open(self._immediates.first_immediates)
-
-    async def _attach_inboxes(self, found: dict[int, Meeting]) -> None:
-        inboxes, first_immediates, parts = {}, {}, self.memory.map.parts(self.rank)
-        for rank in self.membership.active:
-            if rank in found:
-                try:
-                    first_immediates[rank] = found[rank].first_immediate(len(self._lanes))
-                    inboxes[rank] = attach_inbox(self.engine, self._peers[rank], rank, parts, found[rank].inbox)
-                except aiote.UsageError as error:
-                    if self.config.on_loss == "raise":
-                        raise
-                    self.lose(rank, str(error))
-                    continue
-                # Begin at a different rail for each pair of ranks, so that together they load each rank's NICs evenly.
-                self._peers[rank].rotate_rails(self.rank + rank)
-        connected = {rank: self._peers[rank] for rank in inboxes}  # With on_loss="mask" some may be lost already.
-        if self.memory.may_share:
-            await self.mapped.map(self.engine, connected, {rank: found[rank].shared for rank in inboxes})
-        peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
-        alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
-        self.posting = Posting(self.engine, self.memory.outbox, inboxes, first_immediates, peers, self.lose, alone)
-
-    async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
-        """Ask all ranks that take part for their inboxes, until the group breaks; return the answers by rank.
-
-        Ranks in `late` may open the group later than this rank. Raises the first error.
-        """
-        found: dict[int, Meeting] = {}
-        self._found = found
-        failed: list[Exception] = []
-        refused: dict[int, aiote.UsageError] = {}
-        asked = len(self.membership.active)
-
-        async def meet_one(rank: int) -> None:
-            try:
-                met = await self._meet_rank(rank, epoch, first=rank in late)
-            except aiote.UsageError as error:
-                refused[rank] = error
-                # A rank that refuses this one is masked. If all refuse, this rank is at fault.
-                if self.config.on_loss == "raise" or len(refused) == asked:
-                    failed.append(error)
-                    tasks.cancel_scope.cancel()
-                else:
-                    self.lose(rank, str(error))
-            except Exception as error:
-                failed.append(error)
-                tasks.cancel_scope.cancel()
-            else:
-                found.update({} if met is None else {rank: met})
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                self._entering = tasks.cancel_scope
-                if self.membership.failure is None:
-                    for rank in self.membership.active:
-                        tasks.start_soon(meet_one, rank)
-        finally:
-            self._entering = None
-        if failed:
-            raise failed[0]
-        return found
-
-    async def _meet_rank(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
-        """Ask a rank for its inbox, again until it is in the group; return None if it is lost and masked."""
-        backoff = Backoff(*AGAIN_S)
-        while True:
-            try:
-                await self._connect(rank)
-                met = await self._client(rank).meet(self.rank, epoch, self._digest)
-                if met != ELSEWHERE:
-                    return within_reach(met, epoch, first=first)
-            except service.NotServedError as error:
-                # Such a rank has not opened the group yet, or, after the first meeting, has left it.
-                if not first:
-                    self.lose(rank, str(error))
-            except (aiote.PeerError, service.CallError) as error:
-                if first and isinstance(error, COMES_LATER):
-                    pass
-                elif self.config.on_loss == "raise":
-                    raise
-                else:
-                    self.lose(rank, str(error))
-            if rank not in self.membership.active:
-                return None
-            await anyio.sleep(backoff.next())
-
-    async def _connect(self, rank: int) -> None:
-        peer = await self.engine.connect(self.members[rank])
-        if self._peers.get(rank) is not peer:
-            self._peers[rank] = peer
-            assert self._tasks is not None
-            self._tasks.start(self._watch, rank, peer)
-
     async def open(self, tasks: TaskScope, open_timeout: float | None) -> None:
         """Meet the other ranks for the first time, within `open_timeout` seconds, or raise ConnectTimeoutError."""
         self._tasks = tasks
-        self._found = {}
         limit = self.engine.config.connect_timeout if open_timeout is None else open_timeout
         with anyio.move_on_after(limit) as scope:
-            await self._enter(1, (), first=True)
+            self.posting = await self._epochs.enter(1, (), first=True)
         if scope.cancelled_caught:
-            came = sorted({self.rank, *self._found})
-            late = [rank for rank in self.membership.active if rank not in self._found]
+            came = sorted({self.rank, *self._epochs.met})
+            late = [rank for rank in self.membership.active if rank not in self._epochs.met]
             why = f"ranks {late} of the group have not opened it within {limit} s (open_timeout); ranks {came} have"
             raise aiote.ConnectTimeoutError(str(self.members[(late or came)[0]]), why, operation="moe")
 
@@ -459,13 +301,13 @@ class MoeGroup:
         The wait lasts at most `drain_timeout`.
         """
         self._tasks = None
-        self._leaving = True
+        self._epochs.leaving = True
         orderly = self.membership.failure is None and all(lane.state.phase == "idle" for lane in self._lanes)
         with anyio.move_on_after(self.engine.config.drain_timeout):
             async with anyio.create_task_group() as group:
                 for rank in self.membership.active:
                     # A rank that left earlier may be in the next group of this number by now.
-                    if rank in self._peers and rank not in self.membership.departed:
+                    if rank in self._epochs.peers and rank not in self.membership.departed:
                         group.start_soon(self._tell_departure, rank, orderly)
 
     async def _tell_departure(self, rank: int, orderly: bool) -> None:
@@ -474,7 +316,9 @@ class MoeGroup:
             await self._tell_break(rank, self.membership.epoch, f"rank {self.rank} has left the group")
             return
         with suppress(aiote.AioteError):
-            await self._client(rank).left(self.rank, self.membership.epoch, [lane.state.number for lane in self._lanes])
+            await self._epochs.client(rank).left(
+                self.rank, self.membership.epoch, [lane.state.number for lane in self._lanes]
+            )
 
     async def close(self) -> None:
         """End transfers, counters, leases and registrations. After a cancellation, call it again to continue.
@@ -488,10 +332,7 @@ class MoeGroup:
                 await lane.drain()
             except GroupBrokenError as error:
                 late.append(error)
-            lane.close()
-        if self._immediates is not None:
-            self._immediates.close()
-        self.mapped.close()
+        self._epochs.close()
         if not self.engine.closed:
             await self.memory.take_all_back()
         await self.memory.close()

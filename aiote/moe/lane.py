@@ -19,12 +19,11 @@ from .arrays import elements, lines, plain
 from .arrivals import ALL, KINDS, LaneCounters
 from .joining import NOWHERE
 from .round import Round
-from .round_parts import DispatchArguments
+from .round_parts import DispatchArguments, RoundHost
 from .states import GroupBrokenError, MoeOverflowError, NotBegunError, RoundState
 from .wire import ROUTE, is_of
 
 if TYPE_CHECKING:
-    from .group import MoeGroup
     from .memory import LaneMemory
 
 __all__ = ["Lane"]
@@ -38,7 +37,7 @@ T = TypeVar("T")
 class Lane:
     """The state of a lane that its rounds share: phase, counters, transfers and memory."""
 
-    def __init__(self, group: MoeGroup, number: int) -> None:
+    def __init__(self, group: RoundHost, number: int) -> None:
         self.group, self.number = group, number
         self.state = RoundState()
         self.sizes = group.sizes

@@ -16,9 +16,9 @@ import anyio
 import aiote
 
 from .joining import MoeService
+from .round_parts import RoundHost
 
 if TYPE_CHECKING:
-    from .group import MoeGroup
     from .lane import Lane
 
 __all__ = ["handle_departure"]
@@ -29,7 +29,7 @@ Client = Callable[[int], MoeService]
 
 
 async def handle_departure(
-    group: MoeGroup, lanes: Sequence[Lane], client: Client, rank: int, rounds: list[int]
+    group: RoundHost, lanes: Sequence[Lane], client: Client, rank: int, rounds: list[int]
 ) -> None:
     """Record that a rank takes no part in `rounds` (one for each lane) and later ones.
 
@@ -46,7 +46,7 @@ async def handle_departure(
         await lane.wait_quiet()
 
 
-async def _lose_if_incomplete(group: MoeGroup, lanes: Sequence[Lane], client: Client, rank: int) -> None:
+async def _lose_if_incomplete(group: RoundHost, lanes: Sequence[Lane], client: Client, rank: int) -> None:
     """Lose the rank if a round that it left still lacks writes when those of every other rank have completed."""
     membership = group.membership
     epoch, numbers = membership.epoch, [lane.state.number for lane in lanes]
@@ -63,12 +63,12 @@ async def _lose_if_incomplete(group: MoeGroup, lanes: Sequence[Lane], client: Cl
                 group.lose(rank, f"{who} the group, and writes of round {number} are missing")
 
 
-async def _others_reached(group: MoeGroup, client: Client, lane: int, reached: tuple[int, int]) -> bool:
+async def _others_reached(group: RoundHost, client: Client, lane: int, reached: tuple[int, int]) -> bool:
     """Return whether all ranks that have not left have reached this wait or a later one, with no write in flight."""
     for rank in group.membership.active:
         if rank not in group.membership.departed:
             try:
-                if await client(rank).reached(group.rank, group.epoch, lane) < reached:
+                if await client(rank).reached(group.rank, group.membership.epoch, lane) < reached:
                     return False
             except aiote.AioteError:
                 return False

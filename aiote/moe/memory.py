@@ -70,7 +70,7 @@ class LaneMap:
         self._sizes = sizes
 
     @property
-    def mapped(self) -> int:
+    def mapped_bytes(self) -> int:
         """How many bytes of each lane another rank of this host maps."""
         return self.slot if self._sizes.has_own_slots else self.inbox
 

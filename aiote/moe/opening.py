@@ -41,7 +41,7 @@ async def open_group(
     reached; ConnectTimeoutError, which names the ranks that have not come; FabricError if memory cannot be registered.
     On leaving, raises GroupBrokenError if kernels of a GPU that use this rank's memory do not end.
     """
-    moe = MoeGroup(engine, members, rank, config, group, debug, device)
+    moe = MoeGroup(engine, members, rank, config, group=group, debug=debug, device=device)
     for lost in masked:
         moe.mask(lost, "it was masked when the group opened")
     await moe.memory.register(engine, moe.others)

@@ -39,7 +39,7 @@ class RoundPlan:
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
         self.sizes, self.me = sizes, me
-        self.mapped: frozenset[int] = frozenset()
+        self.mapping_ranks: frozenset[int] = frozenset()
         """The ranks that write here through shared memory: all rows of one count once, and so do its answers."""
         self._runs: dict[tuple[int, int], Runs] = {}
         self.by_rank: Ints
@@ -180,7 +180,7 @@ class RoundPlan:
         refused = self.overflows and self.sizes.config.on_overflow == "raise"
         if self.sizes.direct:
             kept = 0 if refused else int(self.kept_rows[source, self.me])
-            return min(kept, 1) if source in self.mapped else kept
+            return min(kept, 1) if source in self.mapping_ranks else kept
         beyond = 0 if refused or not self.sizes.shared else len(self.beyond(source, self.me))
         return int(self.private(source, self.me) > 0) + int(beyond > 0)
 
@@ -191,7 +191,7 @@ class RoundPlan:
         if self.sizes.config.reduce == "expert":
             return int(self.sent[self.me, target] > 0)
         kept = int(self.kept_rows[self.me, target])
-        if target in self.mapped:
+        if target in self.mapping_ranks:
             return min(kept, 1)
         if self.sizes.direct or not self.overflows:
             return kept if self.sizes.direct else int(kept > 0)

@@ -67,6 +67,7 @@ class Posting:
         outbox: aiote.Region,
         inboxes: Mapping[int, LeasedInbox],
         first_immediates: Mapping[int, int],
+        *,
         peers: aiote.PeerGroup | None,
         lost: Callable[[int, str], None],
         alone: Mapping[int, aiote.PeerGroup],

@@ -35,24 +35,24 @@ class Round(RoundParts):
 
     def send(self) -> None:
         """Send the route to every rank, and with placement "packed" the rows that need no other rank's route."""
-        memory, sizes, config, me = self._memory, self._sizes, self._config, self._group.rank
+        memory, sizes, config, me = self._memory, self._sizes, self._config, self._me
         self._position = memory.position[: self._tokens]
         self._copy = memory.copy_position[: self._tokens]
         given = self._given
         shape = config.experts, sizes.local, sizes.ranks
-        rows, copies = kernels.number_rows(given.ids, *shape, False, self._position)
+        rows, copies = kernels.number_rows(given.ids, *shape, by_rank=False, out=self._position)
         if config.copies == "rank":
-            kernels.number_rows(given.ids, *shape, True, self._copy)
+            kernels.number_rows(given.ids, *shape, by_rank=True, out=self._copy)
         self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
         sent = self._copies if config.copies == "rank" else sizes.for_ranks(self._experts)
         self._require_room()
-        said = self._tokens, self._experts, self._copies, self._group.mapped.bits
-        Route(self._group.membership.epoch, self.number, *said).write(memory.own_routes[self._parity])
-        where = self._group.memory.map
+        said = self._tokens, self._experts, self._copies, self._group.mapped_inboxes.rank_bits
+        Route(self._membership.epoch, self.number, *said).write(memory.own_routes[self._parity])
+        where = self._map
         slot = where.route_at(me, self._parity)
         base, here = self._base(), self._outbox()
         # Each rank begins with the next higher rank, so that not all write to the same rank at once.
-        active = sorted(self._group.membership.active, key=lambda rank: (rank - me) % sizes.ranks)
+        active = sorted(self._membership.active, key=lambda rank: (rank - me) % sizes.ranks)
         self._write(
             [OutboxWrite(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE
         )
@@ -63,7 +63,7 @@ class Round(RoundParts):
             self._write(
                 [self._early_rows(r, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
             )
-        self._group.counted.sent_rows += int(sent.sum())
+        self._counted.sent_rows += int(sent.sum())
 
     def _require_room(self) -> None:
         if self._sizes.may_overflow(self._experts):
@@ -74,9 +74,9 @@ class Round(RoundParts):
 
     def _early_rows(self, rank: int, first: int, count: int) -> OutboxWrite:
         """Return the write of rows to this rank's part of an inbox; rows in a mapped inbox are only counted."""
-        if rank in self._mapped:
+        if rank in self._mapped_inboxes:
             return self._count_of(rank, count * self._sizes.row)
-        return self._rows_to(rank, self._group.rank * self._sizes.private, first, count)
+        return self._rows_to(rank, self._me * self._sizes.private, first, count)
 
     def _pack(self, sent: NDArray[np.int64]) -> None:
         """Pack tokens with scales and tails into the outbox; this rank's own rows go into place, if that is known.
@@ -84,7 +84,7 @@ class Round(RoundParts):
         `sent` are the rows for each rank. Rows for a mapped inbox go straight there, but those beyond the private part.
         """
         memory, sizes, given = self._memory, self._sizes, self._given
-        first, count = int(self._starts[self._group.rank]), int(sent[self._group.rank])
+        first, count = int(self._starts[self._me]), int(sent[self._me])
         tail = memory.tail[: self._tokens]
         top_k = self._config.top_k
         tail[:, :4].view(np.uint32)[:, 0] = np.arange(self._tokens)
@@ -103,20 +103,20 @@ class Round(RoundParts):
         else:
             at = self._copy if self._config.copies == "rank" else self._position
             if sizes.whole:
-                line = self._group.rank * sizes.private
+                line = self._me * sizes.private
                 own = memory.received[line : line + count]
-            for rank in self._group.membership.active if self._mapped else ():
+            for rank in self._membership.active if self._mapped_inboxes else ():
                 at = self._pack_mapped(rank, min(int(sent[rank]), sizes.private), at, tail)
         kernels.pack(memory.sent, own, first, first + count, at, x, scales, tail, sizes.scales_at, sizes.token_at)
 
     def _pack_mapped(self, rank: int, count: int, at: NDArray[np.int32], tail: Bytes) -> NDArray[np.int32]:
         """Pack the first rows for a rank into its inbox, if that is mapped; return `at` without them."""
-        if rank not in self._mapped or not count:
+        if rank not in self._mapped_inboxes or not count:
             return at
-        sizes, given, there = self._sizes, self._given, self._mapped[rank].received
+        sizes, given, there = self._sizes, self._given, self._mapped_inboxes[rank].received
         here = at - int(self._starts[rank])
         chosen = (here >= 0) & (here < count)
-        line = 0 if sizes.has_own_slots else self._group.rank * sizes.private
+        line = 0 if sizes.has_own_slots else self._me * sizes.private
         lines = np.where(chosen, here + line, -1).astype(np.int32)
         kernels.pack(there, there, 0, 0, lines, given.x, given.scales, tail, sizes.scales_at, sizes.token_at)
         return np.where(chosen, -1, at).astype(np.int32)
@@ -129,7 +129,7 @@ class Round(RoundParts):
         return made
 
     async def _receive(self) -> Batch:
-        routes = self._read(await self._wait("routes", ROUTE, dict.fromkeys(self._group.membership.active, 1)))
+        routes = self._read(await self._wait("routes", ROUTE, dict.fromkeys(self._membership.active, 1)))
         plan = self._plan_arrived(routes)
         refused = plan.overflows and self._config.on_overflow == "raise"
         if not refused:
@@ -145,7 +145,7 @@ class Round(RoundParts):
 
     def _mapped_slots(self, plan: RoundPlan, came: list[int]) -> list[int]:
         """Return the ranks whose writes are in slots of shared memory, and not in the inbox."""
-        return [rank for rank in came if rank in plan.mapped] if self._sizes.has_own_slots else []
+        return [rank for rank in came if rank in plan.mapping_ranks] if self._sizes.has_own_slots else []
 
     async def _place_arrived(self, plan: RoundPlan, routes: dict[int, Route], came: list[int]) -> RoundPlan:
         """Place the rows of the ranks that have come; return the plan of those whose rows match their routes."""
@@ -172,41 +172,41 @@ class Round(RoundParts):
         """Return the routes of the ranks that have come, and lose the ranks whose routes are impossible."""
         found = {}
         for rank in came:
-            words, epoch = self._memory.routes[self._parity, rank], self._group.membership.epoch
+            words, epoch = self._memory.routes[self._parity, rank], self._membership.epoch
             try:
                 found[rank] = Route.read(words, self._sizes, epoch, self.number)
             except OtherRoundError as error:
                 raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: its route: {error}") from None
             except ValueError as error:
                 self._refuse(rank, f"its route: {error}")
-            if rank in found and found[rank].maps(self._group.rank) and not self._group.memory.is_shared_with(rank):
+            if rank in found and found[rank].maps(self._me) and not self._group.memory.is_shared_with(rank):
                 self._refuse(rank, "it claims to write to memory that was not shared with it")
                 del found[rank]
         return found
 
     def _plan_arrived(self, routes: dict[int, Route]) -> RoundPlan:
         """Return the plan of this rank and the ranks that have come."""
-        sizes, me = self._sizes, self._group.rank
+        sizes, me = self._sizes, self._me
         experts = np.zeros((sizes.ranks, self._config.experts), np.int64)
         copies = np.zeros((sizes.ranks, sizes.ranks), np.int64)
         experts[me], copies[me] = self._experts, self._copies
         for rank, route in routes.items():
             experts[rank], copies[rank] = route.experts, route.copies
         plan = NativePlan(sizes, me, Counts(experts, copies))
-        plan.mapped = frozenset(rank for rank, route in routes.items() if route.maps(me))
+        plan.mapping_ranks = frozenset(rank for rank, route in routes.items() if route.maps(me))
         return plan
 
     def _post_rest(self, plan: RoundPlan, came: list[int]) -> None:
         """Write the rows that needed every rank's route: all rows in place, or those beyond the private parts."""
-        me, sizes, where = self._group.rank, self._sizes, self._group.memory.map
+        me, sizes, where = self._me, self._sizes, self._map
         if sizes.direct:
             tokens, counts = self._tokens_in_order(), []
             for rank in sorted(came, key=lambda rank: (rank - me) % sizes.ranks):
                 runs = plan.runs(me, rank)
                 there = expand_runs(runs[:, 0], runs[:, 2])
                 here = tokens[int(self._starts[rank]) + expand_runs(runs[:, 1], runs[:, 2])]
-                if rank in self._mapped:
-                    kernels.copy_rows(self._mapped[rank].received, self._memory.sent, there, here, sizes.row)
+                if rank in self._mapped_inboxes:
+                    kernels.copy_rows(self._mapped_inboxes[rank].received, self._memory.sent, there, here, sizes.row)
                     counts += [self._count_of(rank, len(there) * sizes.row)] if len(there) else []
                 else:
                     to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
@@ -235,7 +235,7 @@ class Round(RoundParts):
 
     def _place_own(self, plan: RoundPlan) -> None:
         """Copy this rank's tokens for its own experts to their places."""
-        me, memory = self._group.rank, self._memory
+        me, memory = self._me, self._memory
         runs = plan.runs(me, me)
         places = np.full(int(plan.sent[me, me]) + 1, -1, np.int32)
         places[expand_runs(runs[:, 1], runs[:, 2])] = expand_runs(runs[:, 0], runs[:, 2])
@@ -251,7 +251,7 @@ class Round(RoundParts):
 
     def _place(self, plan: RoundPlan) -> int | None:
         """Copy rows from where they were received to their places; return a rank whose rows are not as it announced."""
-        memory, sizes, me = self._memory, self._sizes, self._group.rank
+        memory, sizes, me = self._memory, self._sizes, self._me
         if sizes.direct:
             return None
         if self._config.copies == "rank":
@@ -286,11 +286,11 @@ class Round(RoundParts):
         dropped = None
         if plan.overflows:
             dropped = plan.dropped_rows(self._position.astype(np.int64))
-            group.counted.dropped_rows += int(dropped.sum())
+            self._counted.dropped_rows += int(dropped.sum())
         self._dropped = dropped
-        group.counted.expert_rows += plan.expert_rows()
-        group.counted.rank_rows += plan.kept[:, plan.me].sum(1)
-        return Batch(self, plan, self._sizes, self._memory, self._given.like, dropped, group.active)
+        self._counted.expert_rows += plan.expert_rows()
+        self._counted.rank_rows += plan.kept[:, plan.me].sum(1)
+        return Batch(self, plan, self._sizes, self._memory, like=self._given.like, dropped=dropped, active=group.active)
 
     # Answers.
 
@@ -300,7 +300,7 @@ class Round(RoundParts):
         Raises UsageError for another shape or type of `y`, and if it is not the turn of this step.
         """
         config, sizes = self._config, self._sizes
-        shape = {"grouped": (sizes.experts_of(self._group.rank), sizes.rows), "contiguous": (sizes.placed,)}
+        shape = {"grouped": (sizes.experts_of(self._me), sizes.rows), "contiguous": (sizes.placed,)}
         lead = shape.get(config.layout, (sizes.ranks, config.tokens))
         rows = self._memory.y if y is None else self._lines("y", y, (*lead, config.hidden), config.out_dtype)
         if y is not None:
@@ -311,7 +311,7 @@ class Round(RoundParts):
     def _answer_sources(self, y: Bytes) -> None:
         """Answer every source: one write for each row, or packed answers in as few writes as possible."""
         plan, memory, sizes = self._known_plan(), self._memory, self._sizes
-        me, where = self._group.rank, self._group.memory.map
+        me, where = self._me, self._map
         at = self._outbox() + (where.y_at if sizes.whole else where.packed_at)
         writes: list[OutboxWrite] = []
         line = 0
@@ -320,7 +320,7 @@ class Round(RoundParts):
             if source == me and self._own is not None:
                 continue
             to = self._base() + where.answers_at + int(plan.answer[source, me]) * sizes.y_row
-            if source in self._mapped:
+            if source in self._mapped_inboxes:
                 writes += self._answer_mapped(y, source)
                 continue
             if sizes.direct:
@@ -341,8 +341,8 @@ class Round(RoundParts):
 
     def _answer_mapped(self, y: Bytes, source: int) -> list[OutboxWrite]:
         """Put each result for a source to its place in its mapped inbox; return the write that counts them."""
-        plan, sizes, me = self._known_plan(), self._sizes, self._group.rank
-        to, first = self._mapped[source].answers, 0 if sizes.has_own_slots else int(plan.answer[source, me])
+        plan, sizes, me = self._known_plan(), self._sizes, self._me
+        to, first = self._mapped_inboxes[source].answers, 0 if sizes.has_own_slots else int(plan.answer[source, me])
         if self._config.reduce == "expert" and not sizes.whole:
             pieces = self._pack_answers(y, source, to[first : first + int(plan.sent[source, me])])
             return [self._count_of(source, count * sizes.y_bytes) for _, count in pieces]
@@ -362,7 +362,7 @@ class Round(RoundParts):
 
     def _own_places(self, y: Bytes) -> NDArray[np.int32] | None:
         """Return the places in `batch.y` of the answers to this rank's own rows, if the sum can read them there."""
-        plan, me = self._known_plan(), self._group.rank
+        plan, me = self._known_plan(), self._me
         if self._config.reduce == "expert" or not self._in_place(y):
             return None
         runs = plan.runs(me, me)
@@ -372,7 +372,7 @@ class Round(RoundParts):
 
     def _whole_answers(self, y: Bytes, source: int) -> list[tuple[int, int]]:
         """Put the answers to a source where they are written from; return the piece as `_pack_answers` does."""
-        plan, memory, me = self._known_plan(), self._memory, self._group.rank
+        plan, memory, me = self._known_plan(), self._memory, self._me
         line, count = source * self._config.tokens, int(plan.sent[source, me])
         if source == me or not self._in_place(y):
             target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.written[line:]
@@ -387,14 +387,14 @@ class Round(RoundParts):
         """
         plan, sizes = self._known_plan(), self._sizes
         if self._config.reduce == "expert":
-            rows, count = self._copies_of(plan, source), int(plan.sent[source, self._group.rank])
+            rows, count = self._copies_of(plan, source), int(plan.sent[source, self._me])
             weights = rows[:, sizes.weights_at : sizes.weights_at + 4 * self._config.top_k].copy().view(np.float32)
             places = self._memory.copies[source, :count]
             out = to[:count, : sizes.y_bytes]
-            self._kernels.combine(out, y, places, weights, self._config.out_dtype, False)
+            self._kernels.combine(out, y, places, weights, self._config.out_dtype, accumulate=False)
             return [(0, count)] if count else []
-        own = source == self._group.rank
-        runs = plan.runs(source, self._group.rank)
+        own = source == self._me
+        runs = plan.runs(source, self._me)
         packed = np.cumsum(runs[:, 2]) - runs[:, 2]
         turned = np.stack((runs[:, 1] if own else packed, runs[:, 0], runs[:, 2]), 1)
         self._kernels.copy_runs(to, y, turned, sizes.y_bytes)
@@ -402,7 +402,7 @@ class Round(RoundParts):
 
     def _answer_rows(self, y: Bytes, source: int, to: int) -> None:
         """Answer a source with one write for each row, from where the results are."""
-        plan, me, nbytes, where = self._known_plan(), self._group.rank, self._sizes.y_bytes, self._group.memory.map
+        plan, me, nbytes, where = self._known_plan(), self._me, self._sizes.y_bytes, self._map
         runs = plan.runs(source, me)
         if source == me:
             self._kernels.copy_runs(self._memory.answers[int(plan.answer[me, me]) :], y, runs[:, [1, 0, 2]], nbytes)
@@ -467,15 +467,15 @@ class Round(RoundParts):
         places = plan.answers_at(self._copy if by_copy else self._position)
         if self._dropped is not None and not by_copy:
             places[self._dropped] = -1
-        for rank in set(range(self._sizes.ranks)) - {*came, self._group.rank}:
-            first = plan.answer[self._group.rank, rank]
-            gone = (places >= first) & (places < first + plan.returned[self._group.rank, rank])
+        for rank in set(range(self._sizes.ranks)) - {*came, self._me}:
+            first = plan.answer[self._me, rank]
+            gone = (places >= first) & (places < first + plan.returned[self._me, rank])
             places[gone] = -1
         if by_copy:
             for slot in range(1, places.shape[1]):
                 places[(places[:, :slot] == places[:, slot, None]).any(1), slot] = -1
         if self._own is not None:
-            here = places - int(plan.answer[self._group.rank, self._group.rank])
+            here = places - int(plan.answer[self._me, self._me])
             own = (here >= 0) & (here < len(self._own)) & (places >= 0)
             # The kernel takes -2 - n for row n of `beside`.
             places[own] = -2 - self._own[here[own]]
@@ -490,6 +490,6 @@ class Round(RoundParts):
 
         await self._lane.offload(int((places != -1).sum()) * self._sizes.y_row, add_up)
         answered = np.zeros(self._sizes.ranks, np.bool_)
-        answered[[*came, self._group.rank]] = True
+        answered[[*came, self._me]] = True
         self.answered = answered
-        self._group.counted.rounds += 1
+        self._counted.rounds += 1

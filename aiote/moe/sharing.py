@@ -36,7 +36,7 @@ class MappedInboxes:
         self._memories: list[aiote.SharedMemory] = []
         self.lanes: list[dict[int, InboxLane | SlotLane]] = [{} for _ in range(sizes.config.lanes)]
         """For each lane, the inboxes by rank."""
-        self.bits = np.zeros(words_of_bits(sizes.ranks), np.uint32)
+        self.rank_bits = np.zeros(words_of_bits(sizes.ranks), np.uint32)
         """A bit for each rank whose inbox is mapped, as routes have it."""
 
     async def map(self, engine: aiote.Engine, peers: Mapping[int, aiote.Peer], lent: Mapping[int, bytes]) -> None:
@@ -61,17 +61,17 @@ class MappedInboxes:
         self._add(rank, memory)
 
     def _add(self, rank: int, memory: aiote.SharedMemory) -> None:
-        length, inbox = self._where.mapped, np.frombuffer(memory.view, np.uint8)
+        length, inbox = self._where.mapped_bytes, np.frombuffer(memory.view, np.uint8)
         if len(inbox) != length * len(self.lanes):
             return
         kind = SlotLane if self._sizes.has_own_slots else InboxLane
         for number, lane in enumerate(self.lanes):
             lane[rank] = kind(self._sizes, self._where, inbox[number * length : (number + 1) * length])
-        self.bits[rank // 32] |= 1 << rank % 32
+        self.rank_bits[rank // 32] |= 1 << rank % 32
 
     def close(self) -> None:
         """Write to no inbox in this way any more, and unmap all of them. Idempotent."""
-        self.bits[...] = 0
+        self.rank_bits[...] = 0
         for lane in self.lanes:
             lane.clear()
         while self._memories:

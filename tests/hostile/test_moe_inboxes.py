@@ -59,7 +59,7 @@ async def liar_round(group: MoeGroup, tokens: list[Tokens]) -> None:
 
 async def test_a_rank_that_claims_memory_that_was_not_shared_with_it_is_named():
     async with ranks(local, 2, replace(CONFIG, shared_memory="off")) as groups:
-        groups[LIAR].mapped.bits |= 3
+        groups[LIAR].mapped_inboxes.rank_bits |= 3
         tokens = given()
 
         async def honest() -> None:
@@ -102,7 +102,7 @@ async def test_a_rank_that_rewrites_its_route_after_the_check_changes_nothing(pl
     config = replace(CONFIG, placement=placement)
     async with ranks(local, 2, config) as groups:
         assert pairs_mapped(groups) == [[1], [0]]
-        mapped = groups[LIAR].mapped.lanes[0][HONEST]
+        mapped = groups[LIAR].mapped_inboxes.lanes[0][HONEST]
 
         class Rewritten(Route):
             @classmethod
@@ -124,7 +124,7 @@ async def test_a_rank_that_rewrites_the_experts_of_its_copies_after_the_check_sp
         out_dtype="float32",
     )  # fmt: skip
     async with ranks(local, 2, config) as groups:
-        sizes, mapped = groups[LIAR].sizes, groups[LIAR].mapped.lanes[0][HONEST]
+        sizes, mapped = groups[LIAR].sizes, groups[LIAR].mapped_inboxes.lanes[0][HONEST]
         unfold = round.unfold
 
         def rewritten(memory: Any, plan: Any, source: int, rows: Any, nbytes: int) -> bool:
@@ -209,7 +209,7 @@ async def test_a_rank_that_scribbles_over_its_slots_spoils_rows_of_its_own_alone
 
         async def scribbles() -> None:
             while not stop.is_set():
-                for inbox in liar.mapped.lanes[0].values():
+                for inbox in liar.mapped_inboxes.lanes[0].values():
                     for lines in lines_of(inbox):
                         lines[...] = RNG.integers(0, 256, lines.shape, np.uint8)
                 await anyio.sleep(0)
@@ -246,7 +246,7 @@ async def test_a_rank_that_stores_for_ever_after_it_was_replaced_meets_nobody(co
     """As one that was stopped in the middle of a copy, and goes on when another has taken its place."""
     async with ranks(local, 2, config) as groups:
         await whole_round(groups, given(config))
-        mapped = groups[LIAR].mapped.lanes[0][HONEST]
+        mapped = groups[LIAR].mapped_inboxes.lanes[0][HONEST]
         members = [group.engine.address for group in groups]
         groups[LIAR].engine.abort()
         if config.on_loss == "mask":

@@ -91,7 +91,7 @@ def test_a_captured_round_is_replayed_with_other_tokens(place):
 
     def body() -> None:
         opened.number_rows(ids, *shape, at, begins=True, raises=1)
-        opened.pack(sent, sent, 0, 0, at, x, x[:, :0], x[:, :0], 0, 0, raises=2)
+        opened.pack(sent, sent, 0, 0, at, x, scales=x[:, :0], tail=x[:, :0], raises=2)
         opened.combine(sums, sent, at, weights, "bfloat16", False, raises=3)
 
     # What is captured must have run before: a kernel may be loaded at its first launch.

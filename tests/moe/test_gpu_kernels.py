@@ -117,7 +117,18 @@ def test_rows_are_packed(place, seed, tokens, top_k, width, scales, by_rank):
     sides = [memory(rng, tokens * top_k, row), memory(rng, last - first, row)]
     given = [place.there(side.copy()) for side in sides]
     parts = [place.there(part) for part in (at, x, beside, tail)]
-    place.opened(rng, 6, 3).pack(*given, first, last, *parts, width, width + scales)
+    there, tokens_there, *behind = parts
+    place.opened(rng, 6, 3).pack(
+        *given,
+        first,
+        last,
+        there,
+        tokens_there,
+        scales=behind[0],
+        tail=behind[1],
+        scales_at=width,
+        tail_at=width + scales,
+    )
     for pack in (kernels.pack, moe_twins.pack):
         twins = [side.copy() for side in sides]
         pack(*twins, first, last, at, x, beside, tail, width, width + scales)
@@ -154,7 +165,8 @@ def test_copies_are_unfolded(place, seed, copies, top_k, held, width):
         rows, places, seen = (
             move.there(one) for one in (to.copy(), np.empty((copies, top_k), np.int32), before.copy())
         )
-        unfold(rows, move.there(source), width, move.there(ids), 3, move.there(base), move.there(room), places, seen)
+        given = move.there(source), width, move.there(ids), 3, move.there(base)
+        unfold(rows, *given, room=move.there(room), places=places, seen=seen)
         results.append((move.back(rows).tobytes(), move.back(places).tolist(), move.back(seen).tolist()))
     assert results[0] == results[1] == results[2]
 
@@ -228,7 +240,7 @@ def test_a_flag_is_raised_by_each_round_even_without_rows(place):
     for number in (1, 2, 3):
         opened.number_rows(no_ids, 4, 2, 2, False, empty, begins=True, raises=1)
         opened.words[2] = number
-        opened.pack(rows, rows, 0, 0, empty, rows[:0], rows[:0], rows[:0], 0, 0, waits=2, raises=3)
+        opened.pack(rows, rows, 0, 0, empty, rows[:0], scales=rows[:0], tail=rows[:0], waits=2, raises=3)
         opened.copy_runs(rows, rows, place.there(np.zeros((0, 3), np.int64)), 16, waits=2, raises=4)
         opened.combine(rows[:0], rows, empty, None, "float32", False, waits=2, raises=5)
         place.back(rows)
@@ -246,10 +258,10 @@ def test_an_aborted_round_touches_nothing(place):
     places = place.there(np.zeros((2, 1), np.int32))
     ints = [place.there(np.ones(1, np.int64)) for _ in range(3)]
     opened.copy_runs(rows, source, place.there(np.array([[0, 0, 2]])), 16, waits=2, raises=3)
-    opened.pack(rows, rows, 0, 0, places, source, source[:, :0], source[:, :0], 0, 0, waits=2, raises=3)
-    opened.unfold(
-        rows, source, 16, places, 0, ints[0], ints[1], place.there(np.zeros((2, 1), np.int32)), ints[2], waits=2
-    )
+    nothing = source[:, :0]
+    opened.pack(rows, rows, 0, 0, places, source, scales=nothing, tail=nothing, waits=2, raises=3)
+    found = place.there(np.zeros((2, 1), np.int32))
+    opened.unfold(rows, source, 16, places, 0, ints[0], room=ints[1], places=found, seen=ints[2], waits=2)
     opened.combine(rows, source, places, None, "float32", False, waits=2, raises=3)
     assert place.back(rows).tolist() == [[1] * 16] * 2
     assert opened.words.tolist() == [1] + [0] * 7
@@ -300,7 +312,7 @@ def test_a_round_is_described(place, seed, tokens, top_k, experts, ranks, most, 
     behind, *given = (place.there(one) for one in (tail, *made))
     numbered = position, copy if by_rank else None
     bounds, described = device.Bounds(local, me, most, 48, 1000, *limits, 640), device.DescribedRound(*given)
-    opened.describe(here, place.there(weights), numbered, counts, bounds, behind, described)
+    opened.describe(here, place.there(weights), numbered, counts, bounds, behind, described=described)
     kept, mirror, copy_mirror, route, lengths, begins, routed = (place.back(one) for one in given)
     assert kept.tobytes() == weights.tobytes()
     assert mirror.tolist() == at[0].tolist()

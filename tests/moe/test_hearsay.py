@@ -12,7 +12,9 @@ import pytest
 import aiote
 from aiote import service
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
+from aiote.moe.epochs import Epochs
 from aiote.moe.joining import service_of
+from aiote.moe.posting import Posting
 from aiote.testing import Fabric, run
 from engines import until
 from moe_ranks import Tokens, all_of, compute, ranks, whole_round
@@ -170,7 +172,7 @@ def test_ranks_that_open_hear_that_another_broke_the_epoch_and_go_on_in_the_next
                     await over.wait()
 
             async def breaks() -> None:
-                digest = MoeGroup(engines[2], members, 2, RAISE, 0, False)._digest
+                digest = MoeGroup(engines[2], members, 2, RAISE)._epochs.digest
                 clients = [service.client(engines[2], members[rank], service_of(0)) for rank in range(2)]
                 for client in clients:
                     while True:
@@ -195,7 +197,7 @@ def test_ranks_that_open_hear_that_another_broke_the_epoch_and_go_on_in_the_next
 @pytest.mark.parametrize("opens", [True, False])
 def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeypatch):
     """Ranks 0 and 1 have met rank 2, which is cancelled just before it could begin, in its opening or in a reset."""
-    reach = MoeGroup._attach_inboxes
+    attach = Epochs._attach_inboxes
 
     async def main(fabric: Fabric) -> None:
         async with AsyncExitStack() as stack:
@@ -205,11 +207,11 @@ def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeyp
             entered: list[int] = []
             heard: list[int] = []
 
-            async def stuck(group: MoeGroup, found: Any) -> None:
-                if group.rank == 2 and (opens or group.epoch > 1):
+            async def stuck(epochs: Epochs, found: Any) -> Posting:
+                if epochs._host.rank == 2 and (opens or epochs._membership.epoch > 1):
                     last.set()
                     await anyio.sleep_forever()
-                await reach(group, found)
+                return await attach(epochs, found)
 
             async def live(rank: int) -> None:
                 async with open_group(engines[rank], members, rank, RAISE) as group:
@@ -239,7 +241,7 @@ def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeyp
                 await anyio.sleep(0.05)
                 scope.cancel()
 
-            monkeypatch.setattr(MoeGroup, "_attach_inboxes", stuck)
+            monkeypatch.setattr(Epochs, "_attach_inboxes", stuck)
             await all_of(lambda: live(0), lambda: live(1), cancelled, cancel)
 
     run(main, 1, rails=1, limit=30)

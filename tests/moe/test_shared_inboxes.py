@@ -73,7 +73,7 @@ async def test_an_epoch_has_memory_of_its_own(config):
     """What is stored through a mapping of an earlier epoch, at any moment of a round, meets nobody."""
     async with ranks(lambda: opened("local"), 2, config) as groups:
         await rounds(groups, 1)
-        lanes = [dict(group.mapped.lanes[0]) for group in groups]
+        lanes = [dict(group.mapped_inboxes.lanes[0]) for group in groups]
         old = [memory for group in groups for memory in (group.memory._shared, *group.memory._slots.values()) if memory]
         await all_of(*[group.reset for group in groups])
         assert [memory.closed for memory in old] == [True, True]
@@ -97,7 +97,7 @@ async def test_a_successor_gets_new_memory_and_what_was_lost_has_none_of_it():
     async with ranks(lambda: opened("local", **LOST_SOON), 3, CONFIG) as groups:
         await rounds(groups, 1)
         members = [group.engine.address for group in groups]
-        lost = dict(groups[1].mapped.lanes[0])
+        lost = dict(groups[1].mapped_inboxes.lanes[0])
         groups[1].engine.abort()
         await until(lambda: all(groups[rank].membership.failure for rank in (0, 2)))
         await groups.start(members, 1)
@@ -164,7 +164,7 @@ def test_rows_and_answers_of_a_mapped_inbox_count_once():
     back = RoundPlan(sizes, 0, Counts(experts, np.zeros((3, 3), np.int64)))
     assert [plan.arrivals(rank) for rank in (0, 2)] == [3, 3]
     assert [back.replies(rank) for rank in (1, 2)] == [3, 0]
-    plan.mapped = back.mapped = frozenset({0, 1})
+    plan.mapping_ranks = back.mapping_ranks = frozenset({0, 1})
     assert [plan.arrivals(rank) for rank in (0, 2)] == [1, 3]
     assert [back.replies(rank) for rank in (1, 2)] == [1, 0]
 

@@ -55,7 +55,7 @@ async def rounds(groups: list[MoeGroup], number: int = 3) -> None:
 
 def pairs_mapped(groups: list[MoeGroup]) -> list[list[int]]:
     """Return for each rank whose inboxes it has mapped."""
-    return [sorted(group.mapped.lanes[0]) for group in groups]
+    return [sorted(group.mapped_inboxes.lanes[0]) for group in groups]
 
 
 def rows_from(group: MoeGroup, source: int) -> Any:
