@@ -36,8 +36,9 @@ from .frames import (
     Return,
     unpack,
 )
-from .link import FRAME_BYTES, LEAST_MESSAGE, Link
+from .link import Link
 from .memory import IDLE_S, Budget
+from .sending import FRAME_BYTES, LEAST_MESSAGE, FrameSender
 
 __all__ = ["CallEndpoint", "CallHandler", "Limits"]
 
@@ -132,7 +133,7 @@ class CallEndpoint:
         self._threads: anyio.CapacityLimiter | None = None
         self._part: Link | None = None  # the link whose message is being read
         self.reading = self._direct = self._due = False
-        self._unsent: list[Link] = []
+        self._unsent: list[FrameSender] = []
         report_services(engine, self)
         self.spawn(self._listen, name="aiote service: messages")
 
@@ -248,15 +249,15 @@ class CallEndpoint:
         self._due = False
         self._read()
 
-    def _flush(self, links: list[Link]) -> None:
-        """Send the unsent frames of links; if an interrupt ends this early, the loop's next turn sends the rest."""
+    def _flush(self, senders: list[FrameSender]) -> None:
+        """Send the unsent frames; if an interrupt ends this early, the loop's next turn sends the rest."""
         try:
-            while links:
-                links[-1].flush()
-                links.pop()
+            while senders:
+                senders[-1].flush()
+                senders.pop()
         finally:
-            for link in links:
-                self.loop.call_soon(link.flush)
+            for sender in senders:
+                self.loop.call_soon(sender.flush)
 
     def _read_some(self) -> bool:
         """Take up to TURN frames, from messages of about TURN_BYTES; tell whether there may be more."""
@@ -290,12 +291,12 @@ class CallEndpoint:
         finally:
             self._direct = True
 
-    def flush_later(self, link: Link) -> None:
-        """Let a link send its frames after the present messages are read, or, if none are, in the loop's next turn."""
+    def flush_later(self, sender: FrameSender) -> None:
+        """Send frames after the present messages are read, or, if none are, in the loop's next turn."""
         if self.reading:
-            self._unsent.append(link)
+            self._unsent.append(sender)
         else:
-            self.loop.call_soon(link.flush)
+            self.loop.call_soon(sender.flush)
 
     def _link_of(self, message: aiote.Message) -> Link | None:
         # Ignore a lost peer without a link: none of its calls are known here.
@@ -327,10 +328,10 @@ class CallEndpoint:
             case CallFrame():
                 self._call(link, frame)
             case End():
-                link.hold_pieces(frame.pieces)
+                link.values.hold_pieces(frame.pieces)
                 link.on_end(frame)
             case Items():
-                link.hold_pieces(frame.pieces)
+                link.values.hold_pieces(frame.pieces)
                 link.on_items(frame)
             case Credit():
                 running = link.running.get(frame.slot)
@@ -339,13 +340,13 @@ class CallEndpoint:
             case Cancel():
                 self._cancel(link, frame)
             case Ask():
-                link.on_ask(frame)
+                link.values.on_ask(frame)
             case Grant():
-                link.on_grant(frame)
+                link.values.on_grant(frame)
             case Free():
-                link.on_free(frame)
+                link.values.on_free(frame)
             case Return():
-                link.on_return(frame)
+                link.values.on_return(frame)
             case HelloFrame():
                 link.receive_hello(frame)
                 for call in link.unpark():
@@ -358,12 +359,12 @@ class CallEndpoint:
             # The call has overtaken the HelloFrame.
             link.park(frame)
             return
-        if frame.slot >= self.limits.slots or frame.slot in link.running or frame.slot in link.unsent.ends:
+        if frame.slot >= self.limits.slots or frame.slot in link.running or frame.slot in link.frames.unsent.ends:
             raise ValueError(f"a call in slot {frame.slot}, which is in use or out of range")
         if frame.generation <= link.arrived.get(frame.slot, 0):
             raise ValueError(f"call {frame.generation} in slot {frame.slot} was sent before")
         link.arrived[frame.slot] = frame.generation
-        link.hold_pieces(frame.pieces)
+        link.values.hold_pieces(frame.pieces)
         if link.early.pop(frame.slot, 0) == frame.generation:
             self.refuse(link, frame, CallStatus.CANCELLED)
         elif (server := self._served.get(frame.method)) is None:
@@ -374,10 +375,10 @@ class CallEndpoint:
 
     def refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
         """End a call that did not run."""
-        link.release(frame.pieces)
+        link.values.release(frame.pieces)
         body = text.encode()[:500]
-        link.unsent.ends.add(frame.slot)
-        link.post_frame(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
+        link.frames.unsent.ends.add(frame.slot)
+        link.frames.post(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
 
     def _cancel(self, link: Link, frame: Cancel) -> None:
         """Cancel a call. If the call has not arrived yet, it is answered as cancelled when it arrives."""
@@ -401,7 +402,7 @@ class CallEndpoint:
         try:
             while True:
                 await anyio.sleep(IDLE_S)
-                more = [link.sweep() for link in tuple(self._links.values())]
+                more = [link.values.sweep() for link in tuple(self._links.values())]
                 if not any(more):
                     break
         finally:
@@ -426,8 +427,8 @@ class CallEndpoint:
                 await self._take_all(link, frames_of(message.data))
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
-        await link.lent_memory.close()
-        await link.staging.close()
+        await link.values.lent_memory.close()
+        await link.values.staging.close()
 
     async def _take_all(self, link: Link, frames: Iterator[Frame]) -> None:
         """Handle a message's frames, and let other tasks run after each TURN of them, and at its end."""

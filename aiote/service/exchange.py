@@ -23,7 +23,9 @@ from .errors import (
     RemoteError,
 )
 from .frames import MAX_LEFT_S, CallFrame, CallStatus, End, Items, Piece
-from .link import FRAME_BYTES, PIECE_BYTES, Link
+from .link import Link
+from .sending import FRAME_BYTES
+from .values import PIECE_BYTES
 
 __all__ = ["PendingCall", "UnderWay", "begin", "failure", "long_result_of", "result_of"]
 
@@ -67,7 +69,7 @@ class UnderWay(ABC):
             return
         self.abandoned = True
         if self.end is not None:
-            self.link.free_pieces(self.end.pieces)
+            self.link.values.free_pieces(self.end.pieces)
         elif self.slot >= 0 and not self.reason:
             self.link.cancel(self.slot, self.generation)
 
@@ -86,7 +88,7 @@ class PendingCall(UnderWay):
         self.end, self.reason = end, reason
         if self.abandoned:
             if end is not None:
-                self.link.free_pieces(end.pieces)
+                self.link.values.free_pieces(end.pieces)
         else:
             self.link.endpoint.wake(self.waiter)
 
@@ -122,7 +124,8 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     try:
         body, arrays = encode(bound)
         fixed = 2 * len(method.name) + len(context.encode())
-        parcel = link.inline(body, arrays, fixed) or await link.place_arrays(body, arrays, fixed, kept=True)
+        values = link.values
+        parcel = values.inline(body, arrays, fixed) or await values.place_arrays(body, arrays, fixed, kept=True)
     except BaseException as error:
         link.give_slot(slot, pending)
         _explain(method, error)
@@ -135,7 +138,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     size = FRAME_BYTES + fixed + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside, context)
     # Send at once if no other call could travel in the same message. Streams are few, so do not batch them either.
-    link.post_frame(frame, size, now=method.stream or len(link.calls) == 1)
+    link.frames.post(frame, size, now=method.stream or len(link.calls) == 1)
 
 
 def _explain(method: Method, error: BaseException) -> NoReturn:
@@ -157,13 +160,13 @@ def result_of(pending: PendingCall, method: Method) -> Any:
     try:
         if end.status != CallStatus.DONE:
             raise failure(method, end, timed=pending.deadline < math.inf)
-        return link.read_value(method.read_result, end, end.body)
+        return link.values.read_value(method.read_result, end, end.body)
     except ValueError as error:
         if end.status != CallStatus.DONE:
             raise
         raise _wrong_result(method, error) from error
     finally:
-        link.free_pieces(end.pieces)
+        link.values.free_pieces(end.pieces)
 
 
 async def long_result_of(pending: PendingCall, method: Method) -> Any:
@@ -171,13 +174,13 @@ async def long_result_of(pending: PendingCall, method: Method) -> Any:
     end, link = pending.end, pending.link
     assert end is not None
     try:
-        body, take = link.open_body(end, end.body)
+        body, take = link.values.open_body(end, end.body)
         return await link.endpoint.decode(method.read_result, body, take)
     except ValueError as error:
         raise _wrong_result(method, error) from error
     finally:
         # The thread has ended: also a cancelled wait waits for it.
-        link.free_pieces(end.pieces)
+        link.values.free_pieces(end.pieces)
 
 
 def _wrong_result(method: Method, error: ValueError) -> RemoteError:

@@ -21,8 +21,10 @@ from .codec import array_of, check_dtype, decode, encode, takes_long
 from .definition import Method
 from .frames import CallFrame, CallStatus, End, Items, OutSpec
 from .interceptors import CallInfo, run_interceptors
-from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel, kept_bytes
+from .link import Link, kept_bytes
 from .memory import LEND_BYTES
+from .sending import FRAME_BYTES
+from .values import PIECE_BYTES, Parcel
 
 if TYPE_CHECKING:
     from .server import Server
@@ -123,22 +125,22 @@ class Running:
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:
         self._ended = True
-        link, parcel = self.link, parcel or Parcel(b"", [], False)
+        link, parcel = self.link, parcel or Parcel(b"", [])
         link.running.pop(self.frame.slot, None)
-        link.release(self.frame.pieces)
+        link.values.release(self.frame.pieces)
         link.unfolded_bytes -= self._unfolded_bytes
         link.endpoint.budget.give(link.share, self._unfolded_bytes)
         link.endpoint.budget.over(link.share, self._waiting_bytes)
-        link.unsent.ends.add(self.frame.slot)
+        link.frames.unsent.ends.add(self.frame.slot)
         for other in self._parcels:
             if other is not parcel:
-                link.take_back(other.pieces)
+                link.values.take_back(other.pieces)
         items = self._outgoing.sent if self._outgoing is not None else 0
-        link.hand_over(parcel.pieces)
+        link.values.hand_over(parcel.pieces)
         size = FRAME_BYTES + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
         end = End(self.frame.slot, self.generation, status, parcel.body, parcel.pieces, parcel.outside, items)
         # Send the end of the peer's last running call at once: no other end could travel in the same message.
-        link.post_frame(end, size, now=not link.running)
+        link.frames.post(end, size, now=not link.running)
 
     async def _run(self) -> None:
         """Run the method and send the call's End, however the method ends."""
@@ -150,9 +152,9 @@ class Running:
             if self._status_if_cancelled is None:
                 self._end(CallStatus.FAILED, self._described(RuntimeError("the method cancelled itself")))
         except _Invalid as error:
-            self._end(CallStatus.INVALID, Parcel(str(error).encode()[:500], [], False))
+            self._end(CallStatus.INVALID, Parcel(str(error).encode()[:500], []))
         except _NoRoom as error:
-            self._end(CallStatus.BUSY, Parcel(str(error).encode()[:500], [], False))
+            self._end(CallStatus.BUSY, Parcel(str(error).encode()[:500], []))
         except Exception as error:
             self._end(CallStatus.FAILED, self._described(error))
         else:
@@ -162,7 +164,7 @@ class Running:
             _current.reset(token)
 
     def _described(self, error: Exception) -> Parcel:
-        return Parcel(_describe_error(error, self.link.room), [], False)
+        return Parcel(_describe_error(error, self.link.frames.room), [])
 
     async def _within_deadline(self) -> Parcel | None:
         """Return the result's parcel, or None if the caller's deadline passed first."""
@@ -192,7 +194,7 @@ class Running:
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
         try:
-            body, take = link.open_body(frame, frame.body, self.charge)
+            body, take = link.values.open_body(frame, frame.body, self.charge)
             if takes_long(frame.body, frame.pieces, frame.outside):
                 bound = await link.endpoint.decode(method.read_arguments, body, take)
             else:
@@ -226,7 +228,7 @@ class Running:
         If the peer does not take it within RESULT_S, disconnect the peer, because other calls wait for the room.
         """
         body, arrays = encode(value)
-        parcel = self.link.inline(body, arrays)
+        parcel = self.link.values.inline(body, arrays)
         if parcel is not None:
             return parcel
         # The length of a result is known only once the result exists, so a peer's results may exceed its share here.
@@ -235,7 +237,7 @@ class Running:
         budget.wait(self.link.share, nbytes, max(budget.peer, budget.total // 2))
         try:
             with anyio.move_on_after(RESULT_S) as scope:
-                return await self.link.place_arrays(body, arrays)
+                return await self.link.values.place_arrays(body, arrays)
         finally:
             budget.over(self.link.share, nbytes)
             self._server.start_waiting()
@@ -269,7 +271,7 @@ class Running:
             if close is not None:
                 await close()
         outgoing.flush()
-        return Parcel(b"", [], False)
+        return Parcel(b"", [])
 
 
 def _describe_error(error: Exception, room: int) -> bytes:
@@ -307,7 +309,7 @@ class _Filled:
             self.array = numpy.zeros(self._shape, self._dtype)
         else:
             try:
-                memory, self._region = self._link.staging.take(self._nbytes)
+                memory, self._region = self._link.values.staging.take(self._nbytes)
                 self._link.endpoint.watch_memory()
             except BlockingIOError as error:
                 raise _NoRoom(str(error)) from error
@@ -346,12 +348,12 @@ class _Outgoing:
         while self._sizes and (len(self._sizes) >= self._most_items or self._unread_bytes >= self._most_bytes):
             self.flush()
             await self._credit.wait()
-        if link.unsent.is_crowded:
+        if link.frames.unsent.is_crowded:
             self.flush()
-            await link.unsent.wait_uncrowded()
+            await link.frames.unsent.wait_uncrowded()
         parcel = await self._running.place(item)
         size = len(parcel.body) + sum(piece[2] for piece in parcel.pieces)
-        if parcel.pieces or self._batch_bytes + size + 8 > link.room:
+        if parcel.pieces or self._batch_bytes + size + 8 > link.frames.room:
             self.flush()
         self.sent += 1
         self._sizes.append(size)
@@ -373,16 +375,16 @@ class _Outgoing:
     def flush(self) -> None:
         """Send the gathered items."""
         if self._batch:
-            self._post(Parcel(b"", [], False))
+            self._post(Parcel(b"", []))
 
     def _post(self, parcel: Parcel) -> None:
         bodies, self._batch, self._batch_bytes = self._batch, [], 0
-        self._link.hand_over(parcel.pieces)
+        self._link.values.hand_over(parcel.pieces)
         frame = self._running.frame
         first = self.sent - len(bodies)
         items = Items(frame.slot, frame.generation, first, bodies, parcel.pieces, parcel.outside)
         size = FRAME_BYTES + sum(map(len, bodies)) + 8 * len(bodies) + PIECE_BYTES * len(parcel.pieces)
-        self._link.post_frame(items, size)
+        self._link.frames.post(items, size)
 
     def credit(self, taken: int) -> None:
         """Record that the reader has taken the first `taken` items. Raises ValueError if fewer were sent."""

@@ -19,7 +19,9 @@ from .definition import Method
 from .errors import CallError, CallLostError, RemoteError
 from .exchange import UnderWay, failure
 from .frames import CallStatus, Credit, End, Items
-from .link import FRAME_BYTES, UNFOLDING, Link
+from .link import Link
+from .sending import FRAME_BYTES
+from .values import UNFOLDING
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -68,7 +70,7 @@ class IncomingStream(UnderWay):
         """Process the end: `end`, before which every item has arrived, or the `reason` why the peer is lost."""
         self.end, self.reason = end, reason
         if self.abandoned and end is not None:
-            self.link.free_pieces(end.pieces)
+            self.link.values.free_pieces(end.pieces)
         self._wake()
 
     def items(self, frame: Items) -> None:
@@ -87,7 +89,7 @@ class IncomingStream(UnderWay):
             raise ValueError("an item with arrays must be alone in its frame")
         self.arrived += len(frame.bodies)
         if self.abandoned:
-            self.link.free_pieces(frame.pieces)
+            self.link.values.free_pieces(frame.pieces)
             return
         sizes = self._count(frame, limits.stream_bytes)
         if len(frame.bodies) == 1 and takes_long(frame.bodies[0], frame.pieces, frame.outside, LONG_ITEM):
@@ -96,7 +98,7 @@ class IncomingStream(UnderWay):
                 self._decode_next()
             return
         self._keep(frame.first, [self._read(frame, body, size) for body, size in zip(frame.bodies, sizes, strict=True)])
-        self.link.free_pieces(frame.pieces)
+        self.link.values.free_pieces(frame.pieces)
 
     def _count(self, frame: Items, limit: int) -> list[int]:
         """Count the bytes of items until they are read, and return them. Raises ValueError beyond the limit."""
@@ -113,7 +115,7 @@ class IncomingStream(UnderWay):
         """Decode an item; return it, or the RemoteError for it, with its bytes and those of its objects."""
         before = self._unfolded
         try:
-            item = self.link.read_value(self._method.read_result, frame, body, self._charge)
+            item = self.link.values.read_value(self._method.read_result, frame, body, self._charge)
         except ValueError as error:
             item = self._wrong(error)
         return item, size, self._unfolded - before
@@ -128,7 +130,7 @@ class IncomingStream(UnderWay):
         before, objects, item = self._unfolded, 0, None
         try:
             if not self.abandoned:
-                body, take = self.link.open_body(frame, frame.bodies[0], self._charge)
+                body, take = self.link.values.open_body(frame, frame.bodies[0], self._charge)
                 objects = self._unfolded - before
                 item = await self.link.endpoint.decode(self._method.read_result, body, take)
         except (ValueError, KeyError) as error:
@@ -139,7 +141,7 @@ class IncomingStream(UnderWay):
 
     def _take_decoded(self, frame: Items, item: tuple[Any, int, int]) -> None:
         del self._decoding[frame.first]
-        self.link.free_pieces(frame.pieces)
+        self.link.values.free_pieces(frame.pieces)
         self._decode_next()
         if self.abandoned:
             self._wake()
@@ -208,7 +210,7 @@ class IncomingStream(UnderWay):
         # so that it waits earlier.
         if self.end is None and (self._taken - self._credited >= self._half or not self._ready):
             self._credited = self._taken
-            self.link.post_frame(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
+            self.link.frames.post(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
         if isinstance(item, RemoteError):
             raise item
         return item

@@ -6,9 +6,9 @@ import pytest
 
 from aiote.service import frames
 from aiote.service.endpoint import CallEndpoint
-from aiote.service.link import Link
 from aiote.service.memory import LentMemory
 from aiote.service.running import Running
+from aiote.service.values import Values
 from fuzz_service import METHODS, Say, service, service_seeds, step, steps
 
 SEEDS = service_seeds()
@@ -46,7 +46,7 @@ def test_an_error_of_ours_is_noticed(monkeypatch):
     def fail(self, frame):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(Link, "on_free", fail)
+    monkeypatch.setattr(Values, "on_free", fail)
     with pytest.raises(RuntimeError, match="ours"):
         service(SEEDS["free"])
 

@@ -70,17 +70,17 @@ async def at_rest(client: Any, server: service.Server) -> None:
     await until(lambda: not server.running)
     for endpoint in (here, there):
         for link in tuple(endpoint._links.values()):
-            await until(
-                lambda link=link: not (link.calls or link.running or link.borrowed_memory.taken_bytes or link._unread)
-            )
+            values = link.values
+            await until(lambda link=link: not (link.calls or link.running))
+            await until(lambda values=values: not (values.borrowed_memory.taken_bytes or values._unread))
             assert not link.early
             assert not link._early_ends
-            await until(lambda link=link: not link._held_bytes)
-            for segment in link.staging.segments.values():
+            await until(lambda link=link: not link.values._held_bytes)
+            for segment in link.values.staging.segments.values():
                 await until(lambda segment=segment: segment[0]._lengths == [segment[0].nbytes])
     assert here.registrations.in_use == 0
     # No lease but those of the memory that is lent for as long as the peer is there.
-    lent = {region.memory for link in here._links.values() for _, region in link.lent_memory._segments.values()}
+    lent = {region.memory for link in here._links.values() for _, region in link.values.lent_memory._segments.values()}
     assert set(here.engine._links.leases._live) <= lent
 
 
@@ -395,7 +395,7 @@ async def test_memory_that_was_to_be_filled_is_free_when_the_call_has_ended(by):
                     group.cancel_scope.cancel()
             await until(lambda: not server.running)
             (link,) = server.endpoint._links.values()
-            (segment,) = link.staging.segments.values()
+            (segment,) = link.values.staging.segments.values()
             await until(lambda: segment[0]._lengths == [segment[0].nbytes])
         finally:
             gc.enable()

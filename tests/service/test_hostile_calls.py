@@ -234,7 +234,7 @@ async def test_a_peer_that_wants_all_memory_gets_its_share():
             if grants == 2 * MAX_SEGMENTS:
                 break
         (link,) = server.endpoint._links.values()
-        assert len(link.lent_memory._segments) <= MAX_SEGMENTS
+        assert len(link.values.lent_memory._segments) <= MAX_SEGMENTS
         assert server.endpoint.budget.used <= server.endpoint.limits.peer_bytes
         peer.disconnect()
         await until(lambda: not server.endpoint.budget.used)

@@ -83,7 +83,7 @@ def test_memory_in_use_is_not_given_back():
                         await call(client, count=10)
                         await call(client, count=1 << 21)
                     (link,) = server.endpoint._links.values()
-                    assert link.lent_memory.nbytes >= 16 << 20
+                    assert link.values.lent_memory.nbytes >= 16 << 20
                 await anyio.sleep(3 * IDLE_S)
                 assert server.endpoint.budget.used == spent(client) == 0
 
@@ -102,9 +102,9 @@ def test_calls_that_come_as_memory_goes_back_are_served(seed):
                 await call(client, count=5 << 17)
                 for turn in range(40):
                     link = client._caller._link
-                    while link.borrowed_memory.segments:
+                    while link.values.borrowed_memory.segments:
                         await anyio.sleep(TICK_S)
-                        link.sweep()
+                        link.values.sweep()
                     await anyio.sleep(turn * TICK_S)
                     await call(client, count=(5 << 17) + turn % 2 * (1 << 16))
 

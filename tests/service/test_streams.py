@@ -71,7 +71,11 @@ async def served(provider: str = "sim", **limits: int) -> AsyncIterator[tuple[To
             await until(lambda: not server.running)
             for endpoint in (client_endpoint(here), server.endpoint):
                 for link in tuple(endpoint._links.values()):
-                    await until(lambda link=link: not (link.calls or link.borrowed_memory.taken_bytes or link._unread))
+                    await until(
+                        lambda link=link: (
+                            not (link.calls or link.values.borrowed_memory.taken_bytes or link.values._unread)
+                        )
+                    )
 
 
 def client_endpoint(engine: Any) -> Any:
@@ -133,7 +137,7 @@ async def test_a_stream_is_ahead_by_no_more_bytes_than_allowed():
             await anext(stream)
             await go_round(200)
             (link,) = server.endpoint._links.values()
-            assert link.borrowed_memory.taken_bytes <= 100_000 + 2 * 40_000
+            assert link.values.borrowed_memory.taken_bytes <= 100_000 + 2 * 40_000
             assert len([array async for array in stream]) == 19
 
 

@@ -76,12 +76,14 @@ def held(engine: aiote.Engine) -> dict[str, int]:
     """Return what calls hold of an engine: nothing, once they are over, but memory that is lent to a live peer."""
     endpoint = CallEndpoint.of(engine)
     links = tuple(endpoint._links.values())
-    lent = {region.memory for link in links for _, region in link.lent_memory._segments.values()}
+    lent = {region.memory for link in links for _, region in link.values.lent_memory._segments.values()}
     return {
         "running": sum(len(link.running) for link in links),
         "calls": sum(len(link.calls) for link in links),
-        "placed": sum(link._held_bytes + link.borrowed_memory.taken_bytes + link.unfolded_bytes for link in links),
-        "staged": sum(not one.free for link in links for one, _, _ in link.staging.segments.values()),
+        "placed": sum(
+            link.values._held_bytes + link.values.borrowed_memory.taken_bytes + link.unfolded_bytes for link in links
+        ),
+        "staged": sum(not one.free for link in links for one, _, _ in link.values.staging.segments.values()),
         "registered": endpoint.registrations.in_use,
         "leases": len(set(engine._links.leases._live) - lent),
     }

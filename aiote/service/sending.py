@@ -1,0 +1,120 @@
+"""Send the frames for one peer: several to a message, in order, and only as many as the peer takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sized
+from typing import TYPE_CHECKING
+
+import aiote
+
+from ..aio import report_callback_error
+from .frames import Frame
+from .memory import Share
+from .unsent import Unsent
+
+if TYPE_CHECKING:
+    from .endpoint import CallEndpoint
+
+__all__ = ["FRAME_BYTES", "LEAST_MESSAGE", "FrameSender"]
+
+FRAME_BYTES = 96
+"""An upper bound of a frame's size without its body, its pieces and the name of its method."""
+LEAST_MESSAGE = 4096
+"""The smallest `config.message_bytes` for calls: a lease's descriptor and a method's name fit in it."""
+MAX_UNSENT = 4
+"""A peer that takes no messages is disconnected when more than this many frames for each slot wait for it."""
+MAX_SENDING = 256
+"""The most messages in flight to one peer; further frames wait unsent."""
+BATCH_FRAMES = 256
+
+
+class FrameSender:
+    """The frames for one peer that are not sent yet, and the messages that are on their way there."""
+
+    def __init__(self, endpoint: CallEndpoint, peer: aiote.Peer, share: Share, calls: Sized) -> None:
+        self._endpoint, self._peer, self._calls = endpoint, peer, calls
+        self.unsent = Unsent(endpoint.loop, endpoint.budget, share)
+        self.room = 0
+        """How many bytes the body of a frame may have that is alone in its message; 0 before the handshake."""
+        self._sending: deque[aiote.Transfer] = deque()
+        self._scheduled = self._waiting = self._flushing = self._closed = False
+
+    def post(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
+        """Send a frame of at most `nbytes` bytes, together with the other frames of this turn of the loop, or `now`.
+
+        If too many frames wait for the peer because it takes no messages, disconnect it.
+        """
+        if self._closed:
+            return
+        try:
+            self.unsent.put(frame, nbytes)
+        except BlockingIOError as error:
+            self._peer.disconnect(f"it does not read the answers to its calls: {error}"[:200])
+            return
+        if ((now and not self._endpoint.reading) or len(self.unsent) >= BATCH_FRAMES) and not self._waiting:
+            self.flush()
+        elif not self._scheduled:
+            self._scheduled = True
+            self._endpoint.flush_later(self)
+        # Count the slots that this engine grants the peer, and this engine's calls in flight to the peer. The number of
+        # slots that the peer announces does not raise the bound.
+        if len(self.unsent) > MAX_UNSENT * (self._endpoint.limits.slots + len(self._calls) + 64):
+            self._peer.disconnect("it does not read the answers to its calls")
+
+    def flush(self) -> None:
+        """Send the unsent frames."""
+        self._scheduled = False
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            while self.unsent and not self._waiting and not self._closed:
+                self._send_some()
+        except aiote.AioteError as error:
+            self._give_up(error)
+        finally:
+            self._flushing = False
+
+    def _send_some(self) -> None:
+        data, count = self.unsent.batch(self.room or LEAST_MESSAGE - 2 * FRAME_BYTES)
+        while self._sending and self._sending[0].done():
+            # A message that failed may have carried ends of calls. Its failure disconnects the peer, so that the peer's
+            # callers do not wait for these ends.
+            self._sending.popleft().raise_failure()
+        try:
+            if len(self._sending) >= MAX_SENDING:
+                raise aiote.QueueFull("as many messages are on their way as may be")
+            self._sending.append(self._endpoint.engine.submit_send(self._peer, data))
+        except aiote.QueueFull:
+            self._waiting = True
+            self._endpoint.spawn(self._wait_for_room, name="aiote service: wait for room")
+            return
+        self._endpoint.messages += 1
+        self._endpoint.message_bytes += len(data)
+        self.unsent.record_sent(count)
+
+    async def _wait_for_room(self) -> None:
+        try:
+            if self._sending:
+                await self._sending[0]
+            await self._peer.room()
+        except aiote.AioteError as error:
+            self._give_up(error)
+            return
+        finally:
+            self._waiting = False
+        self.flush()
+
+    def _give_up(self, error: aiote.AioteError) -> None:
+        """Disconnect a peer because sending to it failed. If it is lost already, an event tells the endpoint."""
+        if not (self._peer.lost or self._endpoint.engine.closed):
+            # Do not report a connection that has just broken: the callers get its error.
+            if not isinstance(error, aiote.TransferError | aiote.PeerError):
+                report_callback_error(error)
+            self._peer.disconnect("what this side has to say cannot be sent")
+
+    def close(self) -> None:
+        """Drop the unsent frames, and send no more. Idempotent."""
+        self._closed = True
+        self.unsent.close()
