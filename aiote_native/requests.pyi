@@ -7,6 +7,9 @@ from aiote_native.peers import PeerLink
 from aiote_native.scatter import TargetOps
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory
 
+WRITE: bool
+READ: bool
+
 class LocalSlice:
     memory: LocalMemory
     start: int

@@ -25,6 +25,7 @@ cdef extern from "Python.h":
 
 ctypedef object (*MakeNew)(type, tuple, PyObject*)
 
+WRITE, READ = False, True  # the direction of a request, for callers in Python
 cdef tuple NOTHING = ()
 cdef object MORE = object()  # stands for an item of an iterator that has no more items
 cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1

@@ -90,7 +90,7 @@ class Handover:
     def __init__(self, loop: EventLoop, on_arrival: Callable[[Sequence[int], bytes, OSError | None], object]) -> None:
         """Open the socket and begin to listen. Raises FabricError."""
         try:
-            self._socket, self.address = guarded_socket(True)
+            self._socket, self.address = guarded_socket(rights=True)
         except OSError as error:
             raise failed(error, f"cannot open a socket to exchange wake-ups: {error.strerror}") from error
         self._on_arrival = on_arrival

@@ -104,7 +104,7 @@ async def _serve(
     """Greet one connection and answer its questions until it ends. Raises FarRefused or FarLost if it does not fit."""
     keep_alive(stream)
     frames = Frames(stream)
-    await exchange(frames, Greeting(True, subject.what, aiote.EngineConfig().cluster_key))
+    await exchange(frames, Greeting(listens=True, what=subject.what, key=aiote.EngineConfig().cluster_key))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that a provider was never run: the report says so
         await serve(frames, FarSession(subject, machine, frames.local_host, stack).answer)

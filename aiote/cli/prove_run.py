@@ -63,7 +63,7 @@ class Subject:
     @property
     def greeting(self) -> Greeting:
         """The greeting of this side when it connects."""
-        return Greeting(False, self.what, aiote.EngineConfig().cluster_key)
+        return Greeting(listens=False, what=self.what, key=aiote.EngineConfig().cluster_key)
 
 
 @dataclass(slots=True)

@@ -67,6 +67,7 @@ class ModelTensors:
         count: int,
         inner: int,
         hidden: int,
+        *,
         meshes: list[Mesh],
         mesh: Mesh,
         placements: Placements,
@@ -102,7 +103,7 @@ def qwen3_235b(layers: int = 94) -> ModelTensors:
         for norm, size in (("input_norm", hidden), ("post_norm", hidden), ("q_norm", 128), ("k_norm", 128)):
             model.same(f"{name}.{norm}", (size,), mesh, everywhere)
         model.same(f"{name}.router", (128, hidden), mesh, everywhere)
-        model.experts(name, 128, 1536, hidden, experts, replicas, (Replicate(), Shard(0)))
+        model.experts(name, 128, 1536, hidden, meshes=experts, mesh=replicas, placements=(Replicate(), Shard(0)))
         if layer == layers - 1:
             model.same("norm", (hidden,), mesh, everywhere)
             model.same("lm_head", (151_936, hidden), mesh, everywhere)
@@ -139,7 +140,7 @@ def kimi_k2(
         if layer:
             model.same(f"{name}.router", (384, hidden), mesh, everywhere)
             model.same(f"{name}.router_bias", (384,), mesh, everywhere, "F32")
-            model.experts(name, 384, 2048, hidden, experts, replicas, (Replicate(), Shard(0)))
+            model.experts(name, 384, 2048, hidden, meshes=experts, mesh=replicas, placements=(Replicate(), Shard(0)))
         if layer == layers - 1:
             model.same("norm", (hidden,), mesh, everywhere)
             model.same("lm_head", (163_840, hidden), mesh, everywhere)

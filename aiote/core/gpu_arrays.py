@@ -65,7 +65,7 @@ class _Interface:
 
 
 def _made(
-    lender: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, writable: bool
+    lender: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, *, writable: bool
 ) -> GpuArray:
     kind = f"|u{itemsize}" if itemsize == 1 else f"|V{itemsize}"
     made: GpuArray = np.asarray(_Interface(address, shape, strides, kind, writable)).view(GpuArray)
@@ -73,22 +73,23 @@ def _made(
     return made
 
 
-def _flat(lender: Any, address: int, nbytes: int, writable: bool) -> GpuArray:
-    return _made(lender, address, (nbytes,), (1,), 1, writable)
+def _flat(lender: Any, address: int, nbytes: int, *, writable: bool) -> GpuArray:
+    return _made(lender, address, (nbytes,), (1,), 1, writable=writable)
 
 
 def part_of(array: GpuArray, start: int, stop: int) -> GpuArray:
     """Return bytes `start` to `stop` of a flat array."""
     address = int(array.__array_interface__["data"][0]) + start
-    return _flat(array.lender, address, stop - start, array.flags.writeable)
+    return _flat(array.lender, address, stop - start, writable=array.flags.writeable)
 
 
 def _of_torch(array: Any) -> tuple[GpuArray, str, GpuArray]:
     size = array.element_size()
     strides = tuple(size * stride for stride in array.stride())
     storage = array.untyped_storage()
-    view = _made(array, array.data_ptr(), tuple(array.shape), strides, size, True)
-    return view, str(array.dtype).removeprefix("torch."), _flat(array, storage.data_ptr(), storage.nbytes(), True)
+    view = _made(array, array.data_ptr(), tuple(array.shape), strides, size, writable=True)
+    whole = _flat(array, storage.data_ptr(), storage.nbytes(), writable=True)
+    return view, str(array.dtype).removeprefix("torch."), whole
 
 
 def _extent(view: NDArray[Any]) -> tuple[int, int]:
@@ -111,7 +112,7 @@ def _interface_of(lender: Any) -> tuple[GpuArray, str]:
         kind.itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))
     )
     name = kind.name if kind.kind != "V" else f"void{8 * kind.itemsize}"
-    return _made(lender, address, shape, tuple(strides), kind.itemsize, not readonly), name
+    return _made(lender, address, shape, tuple(strides), kind.itemsize, writable=not readonly), name
 
 
 def gpu_array(array: Any) -> tuple[GpuArray, str, GpuArray] | None:
@@ -132,4 +133,4 @@ def gpu_array(array: Any) -> tuple[GpuArray, str, GpuArray] | None:
         root = root.base
     whole = _interface_of(root)[0]
     begin, nbytes = _extent(whole)
-    return view, name, _flat(root, begin, nbytes, view.flags.writeable)
+    return view, name, _flat(root, begin, nbytes, writable=view.flags.writeable)

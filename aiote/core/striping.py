@@ -107,13 +107,13 @@ def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) ->
             raise UsageError(f"{name} is {value}, expected at least {least}")
     needed = _ceil(length, largest)
     if not counted:
-        return StripePlan(_split(0, length, max(needed, min(lanes, max(1, length // smallest))), 0, lanes, False), ())
+        return StripePlan(_split(0, length, max(needed, min(lanes, max(1, length // smallest))), 0, lanes), ())
     if needed <= MAX_COUNTED:
         spread = min(lanes, MAX_COUNTED, max(1, length // smallest))
-        return StripePlan((), _split(0, length, max(needed, spread), 0, lanes, True))
+        return StripePlan((), _split(0, length, max(needed, spread), 0, lanes, counted=True))
     split = length - MAX_COUNTED * largest
-    head = _split(0, split, _ceil(split, largest), 0, lanes, False)
-    return StripePlan(head, _split(split, length - split, MAX_COUNTED, len(head), lanes, True))
+    head = _split(0, split, _ceil(split, largest), 0, lanes)
+    return StripePlan(head, _split(split, length - split, MAX_COUNTED, len(head), lanes, counted=True))
 
 
 def _ceil(length: int, largest: int) -> int:
@@ -121,7 +121,9 @@ def _ceil(length: int, largest: int) -> int:
     return -(-length // largest)
 
 
-def _split(start: int, length: int, pieces: int, number: int, lanes: int, counted: bool) -> tuple[Stripe, ...]:
+def _split(
+    start: int, length: int, pieces: int, number: int, lanes: int, *, counted: bool = False
+) -> tuple[Stripe, ...]:
     """Return `pieces` stripes that cover [start, start + length), numbered from `number` for their lanes."""
     size, longer = divmod(length, pieces)
     return tuple(

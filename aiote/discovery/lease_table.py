@@ -86,7 +86,7 @@ class LeaseTable:
         `owner` is the engine that the session belongs to, by default the session itself. Reports with an outdated
         `number` are ignored.
         """
-        report = self.report(key, number, lease_s, {member.name for member in members}, members, now, owner)
+        report = self.report(key, number, lease_s, {member.name for member in members}, members, now, owner=owner)
         return {name: reason for name, reason in report if reason}
 
     def report(
@@ -97,6 +97,7 @@ class LeaseTable:
         names: Set[str],
         members: Iterable[Member],
         now: float,
+        *,
         owner: Hashable = None,
     ) -> Iterator[tuple[str, str]]:
         """Record a report as `keep` does, one name after another; yield each, and why it is refused, or an empty text.

@@ -221,7 +221,7 @@ class RegistryServer:
             self._earlier_deadline.wake_all()
         names, members = {record.name for record in records}, map(MemberRecord.member, records)
         refusals: dict[str, str] = {}
-        report = self._leases.report(key, number, lease_s, names, members, now, owner)
+        report = self._leases.report(key, number, lease_s, names, members, now, owner=owner)
         for count, (name, reason) in enumerate(report, 1):
             if reason:
                 refusals[name] = reason

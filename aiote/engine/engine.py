@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.address import Address
 from ..links import ConnectionTable, NicEvents
 from ..observe import EngineStatistics, Event
-from ..rails import RailInfo, try_submit, try_submit_pages
+from ..rails import READ, WRITE, RailInfo, try_submit, try_submit_pages
 from ..runtime import Runtime
 from ..transfers import (
     Changes,
@@ -218,7 +218,7 @@ class Engine(SharingVerbs):
         self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` the receiver counts 1 on it."""
-        return try_submit(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
+        return try_submit(self._core, Transfer, src, dst, WRITE, imm, rail, stream) or self._requests.write(
             src, dst, imm, rail=rail, stream=stream
         )
 
@@ -236,7 +236,7 @@ class Engine(SharingVerbs):
         UsageError for 0, a stream of another device, and a stream whose work is being captured.
         """
         await (
-            try_submit(self._core, Transfer, src, dst, False, None, rail, stream)
+            try_submit(self._core, Transfer, src, dst, WRITE, None, rail, stream)
             or self._requests.write(src, dst, None, waits=True, rail=rail, stream=stream)
         )
 
@@ -244,7 +244,7 @@ class Engine(SharingVerbs):
         self, src: Region | None, dst: Target, imm: int, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write that counts 1 at the receiver; with `src` None send `imm` alone, to a peer or an owner."""
-        return try_submit(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
+        return try_submit(self._core, Transfer, src, dst, WRITE, imm, rail, stream) or self._requests.write(
             src, dst, imm, rail=rail, stream=stream
         )
 
@@ -253,7 +253,7 @@ class Engine(SharingVerbs):
     ) -> None:
         """Write like `write`; the receiver counts 1 on immediate `imm` (28 bits) once the bytes have arrived."""
         await (
-            try_submit(self._core, Transfer, src, dst, False, imm, rail, stream)
+            try_submit(self._core, Transfer, src, dst, WRITE, imm, rail, stream)
             or self._requests.write(src, dst, imm, waits=True, rail=rail, stream=stream)
         )
 
@@ -261,7 +261,7 @@ class Engine(SharingVerbs):
         self, src_remote: RemoteRegion, dst_local: Region, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return try_submit(self._core, Transfer, dst_local, src_remote, True, None, rail, stream) or self._requests.read(
+        return try_submit(self._core, Transfer, dst_local, src_remote, READ, None, rail, stream) or self._requests.read(
             src_remote, dst_local, rail=rail, stream=stream
         )
 
@@ -272,7 +272,7 @@ class Engine(SharingVerbs):
         returns. `stream` is as in `write`: the read starts after the kernels that still use `dst_local`.
         """
         await (
-            try_submit(self._core, Transfer, dst_local, src_remote, True, None, rail, stream)
+            try_submit(self._core, Transfer, dst_local, src_remote, READ, None, rail, stream)
             or self._requests.read(src_remote, dst_local, waits=True, rail=rail, stream=stream)
         )
 

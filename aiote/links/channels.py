@@ -57,7 +57,7 @@ __all__ = ["Channels"]
 class Channels:
     """The channels of a connected peer that survives the loss of a channel.
 
-    `pairs` are (our rail, its rail) of each channel, `send` sends to the peer, and `changed` is called when `deadline`
+    `pairs` are (our rail, its rail) of each channel, `send` sends to the peer, and `check` is called when `deadline`
     may have become earlier.
     """
 
@@ -69,14 +69,15 @@ class Channels:
         role: Role,
         pairs: list[tuple[int, int]],
         send: Callable[[ChannelMessage], object],
-        changed: Callable[[], None],
+        *,
+        check: Callable[[], None],
     ) -> None:
         self._runtime = runtime
         self._connection = connection
         self._link = link
         self._pairs = pairs
         self._send = send
-        self._changed = changed
+        self._changed = check
         self._initiates = role.value == 0
         self._states = ChannelStates(len(pairs), role, random.Random(), grace=runtime.config.heartbeat_timeout)
         self._pending: dict[int, PendingChannel] = {}

@@ -143,7 +143,7 @@ class Joining:
             await self._hand_over(connection, pending, channel.wakeup[SLOT.size :])
         name = name_of(connection.key)
         self._runtime.rail_set.join(
-            link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, name=name
+            link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot=peer_slot, name=name
         )
         self._pending.remove(pending)
 

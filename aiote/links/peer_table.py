@@ -188,7 +188,7 @@ class ConnectionTable:
             )
         protocol = ControlProtocol(Role.INITIATOR, self._handshake, target=address)
         name, left = f"to {address.host}:{address.port}", connection.deadline - self._runtime.loop.time()
-        session = Session(self._runtime, self, stream[0], protocol, connection, name, left)
+        session = Session(self._runtime, self, stream[0], protocol, connection=connection, name=name, timeout=left)
         try:
             await self._run_session(session)
         except SessionOver as over:
@@ -205,7 +205,13 @@ class ConnectionTable:
             return
         protocol = ControlProtocol(Role.ACCEPTOR, self._handshake)
         session = Session(
-            self._runtime, self, stream, protocol, None, "from a peer", self._runtime.config.connect_timeout
+            self._runtime,
+            self,
+            stream,
+            protocol,
+            connection=None,
+            name="from a peer",
+            timeout=self._runtime.config.connect_timeout,
         )
         pending.end = session.end
         self._pending[session] = pending

@@ -112,6 +112,7 @@ class Session:
         host: SessionHost,
         stream: aio.ByteStream,
         protocol: ControlProtocol,
+        *,
         connection: Connection | None,
         name: str,
         timeout: float,
@@ -393,7 +394,7 @@ class Session:
         link.record_greeting()
         if survivable:
             self.channels = Channels(
-                runtime, connection, link, self._role, pairs, self._control.send, self._host.heartbeats.check_soon
+                runtime, connection, link, self._role, pairs, self._control.send, check=self._host.heartbeats.check_soon
             )
         if self._role is Role.INITIATOR:
             await self._probe(connection, link, len(pairs))

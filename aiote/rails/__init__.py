@@ -21,6 +21,8 @@ from aiote_native.prepared import PreparedTargets, TargetRun
 from aiote_native.provider import NativeEndpoint
 from aiote_native.proxy import ArmedRun, arm
 from aiote_native.requests import (
+    READ,
+    WRITE,
     LocalSlice,
     PageSet,
     RemoteSlice,
@@ -52,6 +54,8 @@ __all__ = [
     "MAY_READ",
     "MAY_WRITE",
     "POOL_BYTES",
+    "READ",
+    "WRITE",
     "AcquiredBuffer",
     "ArmedRun",
     "Core",

@@ -302,6 +302,7 @@ class RailSet:
         address: bytes,
         imm_key: int,
         imm_base: int,
+        *,
         peer_slot: tuple[int, int] = (-1, 0),
         number: int = -1,
         name: bytes = b"",

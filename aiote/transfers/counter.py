@@ -95,7 +95,7 @@ class Counter(Counted):
 
     async def wait_unless(self, n: int, lost: Callable[[], BaseException | None] | None) -> None:
         """Wait as `wait` does, but call `lost` first and after each `wake_waits`; raise the error if it returns one."""
-        waiting = self._handle.begin(n) or self._handle.begin(self._check_count(n), True)
+        waiting = self._handle.begin(n) or self._handle.begin(self._check_count(n), checked=True)
         if waiting is None:
             raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
         if waiting.satisfied:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.address import Address
 from ..core.striping import check_immediate
 from ..errors import UsageError
-from ..rails import check_elements, try_submit_message
+from ..rails import READ, WRITE, check_elements, try_submit_message
 from .pages import Pages
 from .peer import Peer
 from .regions import Region, RemoteRegion
@@ -169,7 +169,7 @@ class Requests:
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
             self._runtime.core.submit_single(
-                link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
+                link, transfer, WRITE, source.memory, source.start, target.memory, target.start, source.nbytes, value
             )
 
         return self._submit(
@@ -195,7 +195,7 @@ class Requests:
         peer = self._finder.find_or_connect(dst, what)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
-            self._runtime.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
+            self._runtime.core.submit_single(link, transfer, WRITE, None, 0, None, 0, 0, value)
 
         return self._submit(peer, what, launch, waits=waits, rail=rail)
 
@@ -225,7 +225,7 @@ class Requests:
             self._runtime.core.submit_single(
                 link,
                 transfer,
-                True,
+                READ,
                 target.memory,
                 target.start,
                 source.memory,
@@ -254,7 +254,7 @@ class Requests:
         target = _remote(dst.region, "write_pages", "dst.region")
         _check_writable("write_pages", target)
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
-        return self._start_pages("write_pages", src, source, dst, target, value, waits, rail, stream)
+        return self._start_pages("write_pages", src, source, dst, target, value, waits=waits, rail=rail, stream=stream)
 
     def read_pages(
         self, src: Pages, dst: Pages, *, waits: bool = False, rail: str | int | None = None, stream: Any = None
@@ -265,7 +265,9 @@ class Requests:
         source = _remote(src.region, "read_pages", "src.region")
         target = self._require_own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
         _check_readable(source, target)
-        return self._start_pages("read_pages", dst, target, src, source, NO_IMMEDIATE, waits, rail, stream)
+        return self._start_pages(
+            "read_pages", dst, target, src, source, NO_IMMEDIATE, waits=waits, rail=rail, stream=stream
+        )
 
     def _start_pages(
         self,
@@ -275,6 +277,7 @@ class Requests:
         theirs: Pages,
         remote: RemoteRegion,
         imm: int,
+        *,
         waits: bool,
         rail: str | int | None,
         stream: Any,

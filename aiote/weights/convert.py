@@ -82,7 +82,7 @@ def quantize(
         start, stop = (matrix * rows + first) * columns, (matrix * rows + last) * columns
         some, there = source[start * size : stop * size], target[0][start * out : stop * out]
         where = made[matrix, first // block[0] : -(-last // block[0])]
-        _quantized(some, dtype, columns, block, there, target[1], where)
+        _quantized(some, dtype, columns, block, there, to=target[1], scales=where)
     cast(made.reshape(-1).view(np.uint8), "F32", scales[0], scales[1])
 
 
@@ -99,7 +99,7 @@ def _slices(matrices: int, rows: int, columns: int, high: int) -> Iterator[tuple
 
 
 def _quantized(
-    some: Bytes, dtype: str, columns: int, block: tuple[int, int], there: Bytes, to: str, scales: NDArray[np.float32]
+    some: Bytes, dtype: str, columns: int, block: tuple[int, int], there: Bytes, *, to: str, scales: NDArray[np.float32]
 ) -> None:
     high, wide = scales.shape
     values = np.zeros((high * block[0], wide * block[1]), np.float32)

@@ -71,7 +71,8 @@ def entries_of(sources: Layout, targets: Layout, recipe: Recipe, whole: bool) ->
                 missing.append(name)
             continue
         try:
-            found.append(_entry(name, recipe.targets.get(name, name), sources, targets, source_of, known, whole))
+            rule = recipe.targets.get(name, name)
+            found.append(_entry(name, rule, sources, targets, source_of, known, whole=whole))
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
     _complain("target tensors have no source", missing, "name them in the recipe, or list them as untouched")
@@ -118,6 +119,7 @@ def _entry(
     targets: Layout,
     source_of: object,
     known: dict[object, tuple[Cell, ...]],
+    *,
     whole: bool,
 ) -> Entry:
     target = targets.tensors[name]

@@ -62,6 +62,7 @@ class Target:
         layout: Layout,
         rank: int,
         arrays: Mapping[str, Any],
+        *,
         replica: str,
         versions: Literal["inplace", "gated", "shadow"],
         on_commit: Callable[[int], Awaitable[None] | None] | None,
@@ -388,7 +389,18 @@ async def serve_target(
     engine has a cluster key and no controllers are given.
     """
     callers = service.Callers(engine, controllers, "controller")
-    make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit, limit, share_memory)
+    make = functools.partial(
+        Target,
+        engine,
+        layout,
+        rank,
+        arrays,
+        replica=replica,
+        versions=versions,
+        on_commit=on_commit,
+        limit=limit,
+        share_memory=share_memory,
+    )
     work = sum(tensor.nbytes for tensor in layout.tensors.values()) + len(layout.tensors) * TENSOR_BYTES
     target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")

@@ -200,7 +200,7 @@ def test_a_report_that_is_overtaken_while_it_pauses_stops():
 def test_a_name_that_another_takes_while_a_report_pauses_is_not_withdrawn():
     table = LeaseTable(roster := Roster(), limit=9, connected=lambda _: False)
     table.keep(1, 1, 1.0, [member("a"), member("b")], 0.0, "one")
-    report = table.report(1, 2, 1.0, set(), [], 0.0, "one")
+    report = table.report(1, 2, 1.0, set(), [], 0.0, owner="one")
     first, _ = next(report)
     other = "b" if first == "a" else "a"
     assert table.keep(2, 1, 1.0, [member(other, 9)], 0.0, "two") == {}

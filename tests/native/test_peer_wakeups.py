@@ -280,7 +280,7 @@ def test_a_slot_beyond_the_page_is_refused():
         pending.map_memory([os.dup(wakeup.memory_fd)], wakeup.address)
         assert not pending.refused
         with pytest.raises(FabricError, match="wake-up slots .* expected 0 to"):
-            a.rail_set.join(link, pending, pending.address, 0, 0, (1000, 0))
+            a.rail_set.join(link, pending, pending.address, 0, 0, peer_slot=(1000, 0))
         pending.close()
         a.rail_set.free_slot(pending.slot)
         a.close_link(link)

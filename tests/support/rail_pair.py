@@ -269,7 +269,7 @@ class Rails:
         for this, other, link, turned in ((a, b, links[0], 1), (b, a, links[1], -1)):
             for mine, theirs in (end[::turned] for end in ends):
                 keys = other.rail_set.scratch.keys[theirs.rail.index]
-                this.rail_set.join(link, mine, theirs.address, *keys, (theirs.slot, theirs.generation))
+                this.rail_set.join(link, mine, theirs.address, *keys, peer_slot=(theirs.slot, theirs.generation))
         a.rail_set.open_mailbox(links[0], *pools[0], *pools[1])
         b.rail_set.open_mailbox(links[1], *pools[1], *pools[0])
         for side in (a, b) * 2:
