@@ -10,10 +10,13 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed._transport import new_transport_rank
 
+from aiote import EngineConfig
 from idleness import assert_idle
 
 PATIENCE_S = 120
 """For the other side to come."""
+LOST_S = EngineConfig().heartbeat_timeout + 4
+"""A peer that is killed is lost by then: after `heartbeat_timeout`, and a few seconds for a busy machine."""
 
 
 class Peer:

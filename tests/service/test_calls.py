@@ -109,8 +109,8 @@ async def test_long_values_go_one_sided_and_give_their_places_back():
         assert here.array_bytes >= 3 * (array.nbytes + array.nbytes // 2)
         assert here.message_bytes - messages < 5000
         (mine,), (theirs,) = here._links.values(), server.endpoint._links.values()
-        await until(lambda: not theirs.borrowed_memory.taken_bytes)
-        assert not mine.borrowed_memory.taken_bytes
+        await until(lambda: not theirs.values.borrowed_memory.taken_bytes)
+        assert not mine.values.borrowed_memory.taken_bytes
         assert not mine.calls
 
 

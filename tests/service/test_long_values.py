@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service
-from aiote.service import codec, endpoint, link, running
+from aiote.service import codec, endpoint, running, values
 from aiote.service.codec import LONG_ARRAYS, LONG_BODY, LONG_ITEM
 from aiote.service.endpoint import TURN, TURN_BYTES, CallEndpoint
 from aiote.service.frames import CallFrame, Cancel, End, HelloFrame, pack, unpack
@@ -66,7 +66,7 @@ def decoded(monkeypatch) -> dict[bool, list[int]]:
         found[threading.get_ident() == here].append(len(body))
         return decode(decoder, body, take)
 
-    for module in (endpoint, link, running):
+    for module in (endpoint, running, values):
         monkeypatch.setattr(module, "decode", noted)
     return found
 
@@ -98,7 +98,7 @@ async def test_a_long_result_of_another_type_is_the_server_s_error():
         with pytest.raises(service.RemoteError, match="not of the annotated type: Expected `int`"):
             await service.client(here, there.address, Long).numbers(LONG)
         (one,) = CallEndpoint.of(here)._links.values()
-        assert not one._held_bytes
+        assert not one.values._held_bytes
 
 
 @pytest.mark.anyio
@@ -112,7 +112,7 @@ async def test_a_cancelled_wait_for_a_long_result_gives_its_place_back(monkeypat
             await until(begun.is_set)
             group.cancel_scope.cancel()
         (one,) = CallEndpoint.of(here)._links.values()
-        await until(lambda: not one._held_bytes and not one.calls)
+        await until(lambda: not one.values._held_bytes and not one.calls)
         assert await client.numbers(3) == [7] * 3
 
 
@@ -130,7 +130,7 @@ async def test_long_items_come_in_their_order_and_before_the_end(decoded):
         assert heard == counts
         assert ended == [None]
         (one,) = CallEndpoint.of(here)._links.values()
-        assert not one._held_bytes
+        assert not one.values._held_bytes
     assert max(decoded[True]) < LONG_BODY
 
 
@@ -153,7 +153,7 @@ async def test_a_stream_that_is_left_while_an_item_is_decoded_gives_its_places_b
                 assert len(await anext(stream)) == 1
             await stream.aclose()
         (one,) = CallEndpoint.of(here)._links.values()
-        await until(lambda: not one._held_bytes and not one.calls and not server.running)
+        await until(lambda: not one.values._held_bytes and not one.calls and not server.running)
         assert [len(item) async for item in client.items([LONG])] == [LONG]
 
 
@@ -169,7 +169,7 @@ async def test_a_long_item_that_no_thread_can_decode_ends_its_stream_with_an_err
             with pytest.raises(service.RemoteError, match="could not be decoded: can't start new thread"):
                 assert not [item async for item in client.items([LONG, LONG, 1])]
         (one,) = CallEndpoint.of(here)._links.values()
-        await until(lambda: not one._held_bytes and not one.calls and not server.running)
+        await until(lambda: not one.values._held_bytes and not one.calls and not server.running)
         assert [len(item) async for item in client.items([LONG])] == [LONG]
 
 
