@@ -85,7 +85,7 @@ bench-rails: test-system  ## measure several rails with a rate limit each, and t
 
 hostile: system  ## attack an engine by peers that have its key; ARGS="--seconds 1200 --seed S --loop trio"
 	@$(READY) dev --install
-	$(BIN)/python tests/hostile/hostile.py --pauses $(ARGS)
+	$(BIN)/python tests/malicious_peer/hostile.py --pauses $(ARGS)
 
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install

@@ -31,7 +31,8 @@ if "RDMA_VM" in os.environ:
     # Before libfabric is opened: its queues for the default of 256 peers are larger than a soft device's may be.
     os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
 
-pytest_plugins = ["blocking", "leaks", "loops", "not_run", "sparing", "combinations", "failing", "engines", "pytester"]
+pytest_plugins = ["blocking", "leaks", "loops", "not_run", "sparing", "combinations", "failing", "engines", "children"]
+pytest_plugins += ["pytester"]
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,9 @@
 """Fuzz what interprets bytes from outside, guided by coverage, with atheris: `make fuzz`.
 
 Each target (`tests/support/fuzz_targets.py`) runs in a process of its own, in turn, for its share of the time, from the
-corpus in `tests/fuzz/corpus` and from what earlier runs found under `build/fuzz`. An input that breaks an invariant is
-kept in `tests/fuzz/crashes`, where every later test run meets it again; the exit status is then 1.
+corpus in `tests/malformed_bytes/corpus` and from what earlier runs found under `build/fuzz`. An input that breaks an
+invariant is kept in `tests/malformed_bytes/crashes`, where every later test run meets it again; the exit status is
+then 1.
 """
 
 from __future__ import annotations

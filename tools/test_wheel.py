@@ -24,13 +24,14 @@ import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
+    "aio",
     "bench",
-    "control",
     "core",
     "demo",
     "discovery",
     "engine",
     "kvcache",
+    "links",
     "native",
     "rails",
     "service",

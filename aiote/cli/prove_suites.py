@@ -19,7 +19,7 @@ __all__ = ["GPU_SUITE", "SUITES", "bench", "checkout_here", "suite"]
 SUITES = {
     "contract-suite": ("the contract of every rail holds", ("tests/rails",)),
     "engine-suite": ("the engine keeps its promises", ("tests/engine",)),
-    "adversity-suite": ("it does so while peers and rails fail", ("tests/failure",)),
+    "adversity-suite": ("it does so while peers and rails fail", ("tests/link_loss", "tests/process_death")),
     "gpu-suite": ("the kernels compute on a GPU what they do on the host", ("tests",)),
 }
 """The claim and the folders of each suite, by its name in the report."""

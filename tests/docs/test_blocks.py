@@ -42,7 +42,7 @@ TESTS = DOCS.parent / "tests"
 OF_THEIR_PAGES = {
     "bridge": "bridge/test_page.py",
     "connectors": "hosts/vllm_serve_host.py",
-    "security": "control/test_tls.py",
+    "security": "links/test_tls.py",
     "testing": "testing/test_page.py",
     "tutorial": "docs/test_tutorial.py",
 }

@@ -22,7 +22,7 @@ from findings import Findings
 from leftovers import shared_files
 from links import Heal, Links
 
-sys.path.append(str(Path(__file__).parents[1] / "hostile"))
+sys.path.append(str(Path(__file__).parents[1] / "malicious_peer"))
 
 from peer import HostilePeer
 

@@ -1,17 +1,23 @@
-"""Engines in processes of their own that a test stops, wakes and kills; see `child_engine` for what they can do."""
+"""Engines in processes of their own that a test stops, wakes and kills; see `child_engine` for what they can do.
+
+A pytest plugin: its fixtures start children, and load the libraries of rails before a test is timed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 
 import aiote
 
@@ -117,3 +123,29 @@ class Child:
         for pattern in (f"aiote-{self.pid}-*", f"{self.pid}:*"):
             for left in SHARED_MEMORY.glob(pattern):
                 left.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[], Child]]:
+    """Start child processes; whatever became of them, they are killed in the end."""
+    started: list[Child] = []
+
+    def start() -> Child:
+        started.append(Child())
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.end()
+
+
+@pytest.fixture(scope="session")
+def library_loaded() -> None:
+    """Open both providers once: 1.17 takes half a second to look for its providers, which would count as blocking."""
+
+    async def once() -> None:
+        for provider in ("tcp", "shm"):
+            async with aiote.open_engine(provider):
+                pass
+
+    asyncio.run(once())

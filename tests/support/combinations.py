@@ -35,16 +35,19 @@ TESTS = Path(__file__).parents[1]
 DEAR = (
     "bench",
     "demo",
+    "engine/test_closing_mid_transfer",
     "examples",
-    "failure",
+    "link_loss",
+    "links/test_busy_loop",
     "moe/test_storm",
+    "process_death",
     "rails/test_efa",
     "rails/test_prove",
     "soak",
     "testing",
 )
 """Folders and files, by how their names begin, whose cases start processes or take seconds."""
-MEETING = "engine/test_engine_writes.py"
+MEETING = "engine/test_writes.py"
 """The file in which each two values of the environment meet: its cases take milliseconds."""
 
 

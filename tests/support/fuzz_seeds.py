@@ -1,7 +1,7 @@
 """The seeds of the fuzz targets: real frames, one of every message type, in every place where it may come.
 
 They are made from the registry of messages and from the table of the control connection, so a new message has its
-seeds by itself. `python tools/fuzz.py --seeds` writes them to `tests/fuzz/corpus`.
+seeds by itself. `python tools/fuzz.py --seeds` writes them to `tests/malformed_bytes/corpus`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 A target takes bytes and raises where an invariant is broken: only the module's own errors come out, what was decoded
 encodes to the same bytes again, nothing is held in proportion to a length field. `tools/fuzz.py` runs the targets
-under atheris, `tests/fuzz` runs them over the corpus.
+under atheris, `tests/malformed_bytes` runs them over the corpus.
 
 The target `control` is the whole state machine of a control connection, in either role, against a peer that holds
 the cluster key. Its input is a program of that peer: a byte that chooses role and key, then steps of an opcode, a

@@ -56,7 +56,7 @@ def test_an_error_that_nobody_expected_is_found(injector, tmp_path):
     planted = source.replace(
         "self._turn += 1\n", 'self._turn += 1\n        open("/nowhere") if self._turn > 4 else None\n', 1
     )
-    program = tmp_path / "faults" / "scenario.py"
+    program = tmp_path / "syscall_faults" / "scenario.py"
     program.parent.mkdir()
     program.write_text(planted.replace("Path(__file__).parents[1]", f"Path({str(FOLDER.parent)!r})"))
     done = subprocess.run(

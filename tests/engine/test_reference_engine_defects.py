@@ -3,7 +3,7 @@
 Defect numbers are those of the list that this project keeps of the reference: 1 lost bytes, 2 stripes with the wrong
 key, 3 immediates that depend on the sender's NICs, 4 immediates that come early, 6 completions read that say nothing,
 7 memory reused too soon, 9 callbacks that stop the engine, 10 empty requests and registrations that are not one's own,
-12 peers with other numbers of NICs. Of 8, queues that overflow at fan-in, is test_engine_fan_in.py. Several rails are
+12 peers with other numbers of NICs. Of 8, queues that overflow at fan-in, is test_fan_in.py. Several rails are
 several times the loopback NIC, or simulated ones.
 """
 

@@ -1,7 +1,7 @@
 """A peer that has the key and means harm, against an engine that serves an honest one meanwhile.
 
-    python tests/hostile/hostile.py --seconds 3600 --seed 7
-    python tests/hostile/hostile.py --what local --seed 7 --case 123
+    python tests/malicious_peer/hostile.py --seconds 3600 --seed 7
+    python tests/malicious_peer/hostile.py --what local --seed 7 --case 123
 
 A case is one connection: it comes to some stage, does things drawn at random (frames with any fields in any order over
 the control connection and the data connection; lies in rings, gates and wake-up pages), and ends somehow. After each
@@ -69,7 +69,7 @@ class Run:
         try:
             await (self._attack_service(seconds) if self.what in SERVICES else self._attack_engine(seconds))
         except Broken as error:
-            again = f"tests/hostile/hostile.py --what {self.what} --seed {self.seed} --case {self._case}"
+            again = f"tests/malicious_peer/hostile.py --what {self.what} --seed {self.seed} --case {self._case}"
             raise Broken(f"{error}\n  in: {', '.join(self._log)}\n  again: python {again}") from error
         finally:
             sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__

@@ -1,6 +1,6 @@
 """No test depends on the machine's speed: it waits for conditions, and its limits are for what hangs.
 
-`waits` says what is looked for; `waiting.toml` names the few that are right, each with the reason why.
+`waits` says what is looked for; `waits.toml` names the few that are right, each with the reason why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from waits import FoundWait, Waits
 
 TESTS = Path(__file__).parents[1]
-RIGHT = tomllib.loads(Path(__file__).with_name("waiting.toml").read_text())
+RIGHT = tomllib.loads(Path(__file__).with_name("waits.toml").read_text())
 MOST = 50
 """A list that grows is a habit, not an exception."""
 
@@ -32,7 +32,7 @@ def found(folder: Path) -> list[str]:
 def test_waits_are_for_conditions(waits):
     reasons = {f"{file}::{where}" for file, places in RIGHT.items() for where in places}
     wrong = [f"tests/{one.file}:{one.line}: {one.what}" for one in waits if one.key not in reasons]
-    assert not wrong, "wait for a condition, or say in waiting.toml why not:\n" + "\n".join(wrong)
+    assert not wrong, "wait for a condition, or say in waits.toml why not:\n" + "\n".join(wrong)
 
 
 def test_the_list_is_short_and_up_to_date(waits):

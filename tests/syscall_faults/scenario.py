@@ -1,6 +1,6 @@
 """Let one call of the system fail, at each place in turn, while engines open, connect, transfer and close.
 
-    LD_PRELOAD=injector.so python tests/faults/scenario.py injector.so --provider local --most 40
+    LD_PRELOAD=injector.so python tests/syscall_faults/scenario.py injector.so --provider local --most 40
 
 Two engines that have nothing to do with it move bytes all the while. Whatever the failing call was for ends well, or
 with an error of aiote's; then all works again, and no descriptor, registration or peer is left.

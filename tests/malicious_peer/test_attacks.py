@@ -81,5 +81,5 @@ def test_a_broken_promise_is_told_with_what_repeats_it():
     done = subprocess.run([sys.executable, "-P", "-c", lines], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BROKEN: resident memory has grown" in done.stdout
-    assert "again: python tests/hostile/hostile.py --what socket --seed 1 --case" in done.stdout
+    assert "again: python tests/malicious_peer/hostile.py --what socket --seed 1 --case" in done.stdout
     assert "Traceback" not in done.stderr

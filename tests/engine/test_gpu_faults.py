@@ -41,7 +41,7 @@ gpus = functools.partial(linked, libcuda=standin_path(), gpu_sharing=False, drai
 TABLE = Path(__file__).parents[2] / "aiote_native" / "cuda" / "driver.pyx"
 AT_LOADING = {"cuInit", "cuDriverGetVersion"}
 ALWAYS_WORK = {"cuGetErrorName", "cuGetErrorString"}
-OF_VALUES = {"cuMemAlloc_v2", "cuMemFree_v2"}  # test_engine_gpu_values.py
+OF_VALUES = {"cuMemAlloc_v2", "cuMemFree_v2"}  # test_gpu_values.py
 AT_CLOSING = {"cuStreamDestroy_v2", "cuEventDestroy_v2", "cuMemFreeHost", "cuDevicePrimaryCtxRelease_v2"}
 
 
