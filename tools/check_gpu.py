@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SUPPORT = ROOT / "tests" / "support"
+TESTS = ROOT / "tests"
 PYTHON = (sys.executable, "-P")
 PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-rfE", "--maxfail=8")
 ENGINE = "tests/engine/test_"
@@ -205,8 +205,8 @@ def main() -> int:
         return 2
     standin = ""
     if chosen.standin:
-        sys.path.insert(0, str(SUPPORT))
-        import standin_cuda
+        sys.path.insert(0, str(TESTS))
+        from support.gpu import standin_cuda
 
         standin = standin_cuda.standin_path()
     logs = chosen.logs or Path(tempfile.mkdtemp(prefix="aiote-gpu-"))

@@ -6,9 +6,9 @@ files of all three are one queue (test_queue.py) over a few lanes more than ther
 is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
-(tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
-each mechanism. `make docs` builds and checks the site once a lane is free, unless arguments for pytest are given.
-`--check` is for between two commits: lint, types, and quick tests that need no libfabric.
+(tests/support/plugins/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and
+takes out each mechanism. `make docs` builds and checks the site once a lane is free, unless arguments for pytest are
+given. `--check` is for between two commits: lint, types, and quick tests that need no libfabric.
 
 A test that waited in vain runs again when all is over, alone (test_again.py); `--all` repeats nothing. A missing
 library is a failure. `--lanes N` sets the number of lanes. Other arguments are handed to pytest, and paths among them

@@ -22,11 +22,12 @@ import venv
 from pathlib import Path
 
 import pythons
-from connectors import wheel
 from environment import PINS, ROOT, install_requirements, pip_install, usual_environment
 from pins import canonical
 from run_tests import REPORTS, newest_library
 from test_reports import Outcome, banner, concluded, read
+
+from connectors import wheel
 
 FOLDER = ROOT / "build" / "versions"
 KINDS = ("pinned", "lowest", "newest")

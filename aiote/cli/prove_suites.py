@@ -35,7 +35,7 @@ RUNS, RUNS_FULL = 3, 9
 def checkout_here() -> Path | None:
     """Return the current folder if it is aiote's checkout, or an unpacked sdist."""
     here = Path.cwd()
-    return here if (here / "tests" / "support" / "proving.py").exists() else None
+    return here if (here / "tests" / "support" / "plugins" / "proving.py").exists() else None
 
 
 def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more: Sequence[str] = ()) -> Outcome:
@@ -52,7 +52,16 @@ def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more:
         )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "-p", "proving", f"--junit-xml={report}", "--combinations", "tests"]
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "support.plugins.proving",
+            f"--junit-xml={report}",
+            "--combinations",
+            "tests",
+        ]
         chosen = [*options, "-W", untried, *about, *more]
         command = [sys.executable, "-P", "-m", "pytest", *chosen, *folders]
         started = time.monotonic()
@@ -60,7 +69,7 @@ def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more:
             done = subprocess.run(
                 command,
                 cwd=checkout,
-                env={**os.environ, PROVED: provider, "PYTHONPATH": _before(checkout / "tests" / "support")},
+                env={**os.environ, PROVED: provider, "PYTHONPATH": _before(checkout / "tests")},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

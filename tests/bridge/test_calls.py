@@ -17,8 +17,8 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, aside, bridge_to, value
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
+from support.service.bridges import Stubborn, aside, bridge_to, value
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

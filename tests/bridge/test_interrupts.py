@@ -22,9 +22,9 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
-from engines import PATIENCE_S
-from interrupts import Interrupts, thrown_at
+from support.engines.opening import PATIENCE_S
+from support.process.interrupts import Interrupts, thrown_at
+from support.service.bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
 
 pytestmark = [
     pytest.mark.libfabric,

@@ -14,9 +14,9 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import aside, bridge_to, memory_elsewhere, value
-from children import Child
-from engines import LOST_SOON, PATIENCE_S, each_progress, real_provider, served_by_process
+from support.engines.opening import LOST_SOON, PATIENCE_S, each_progress, real_provider, served_by_process
+from support.process.children import Child
+from support.service.bridges import aside, bridge_to, memory_elsewhere, value
 
 pytestmark = pytest.mark.libfabric
 

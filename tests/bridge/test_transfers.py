@@ -16,9 +16,9 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import bridge_to, memory_elsewhere, write_to
-from children import Child
-from engines import LOST_SOON, PATIENCE_S, real_provider, served_by_process
+from support.engines.opening import LOST_SOON, PATIENCE_S, real_provider, served_by_process
+from support.process.children import Child
+from support.service.bridges import bridge_to, memory_elsewhere, write_to
 
 pytestmark = pytest.mark.libfabric
 

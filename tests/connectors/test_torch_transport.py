@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridges import Stubborn, aside, drop
-from engines import PATIENCE_S
-from tensors import tensor
-from torch_stand_in import SIZE, Pair, connector, paired, registered
+from support.connectors.tensors import tensor
+from support.connectors.torch_stand_in import SIZE, Pair, connector, paired, registered
+from support.engines.opening import PATIENCE_S
+from support.service.bridges import Stubborn, aside, drop
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ import pytest
 
 import aiote
 from aiote.connectors import torch_memory
-from bridges import Stubborn, aside, value
-from engines import PATIENCE_S
-from interrupts import Interrupts, thrown_at
-from machine import LONG
-from tensors import tensor
-from torch_stand_in import SIZE, Pair, connector, paired, registered
+from support.connectors.tensors import tensor
+from support.connectors.torch_stand_in import SIZE, Pair, connector, paired, registered
+from support.engines.opening import PATIENCE_S
+from support.machine import LONG
+from support.process.interrupts import Interrupts, thrown_at
+from support.service.bridges import Stubborn, aside, value
 
 STEPS = range(0, 10_000, 1 if LONG else 5)
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")

@@ -14,9 +14,9 @@ from aiote.core import failover, recovery
 from aiote.core.control import ControlError
 from aiote.core.failover import ChannelState, ChannelStates, Reconcile, Verdict
 from aiote.core.recovery import Post, Recovery, Stage, TrackedWork
-from failover_forgetful import ForgetfulWorld, world_of
-from failover_parts import FAULTS, Broken
-from failover_world import World
+from support.failover.forgetful import ForgetfulWorld, world_of
+from support.failover.parts import FAULTS, Broken
+from support.failover.world import World
 
 SCHEDULES = 3000
 LIMIT = 6000  # in which a fault has to be found
@@ -128,7 +128,7 @@ def nested_recoveries_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
                 again += recovery.resolved(post)
         return again
 
-    monkeypatch.setattr("failover_world.take_over", take_over)
+    monkeypatch.setattr("support.failover.world.take_over", take_over)
 
 
 def the_first_down_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

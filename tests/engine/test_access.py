@@ -11,7 +11,7 @@ import pytest
 
 import aiote
 from aiote.core.descriptor import RegionDescriptor
-from engines import PATIENCE_S, each_provider, opened, pair, run_script, until
+from support.engines.opening import PATIENCE_S, each_provider, opened, pair, run_script, until
 
 pytestmark = pytest.mark.anyio
 BYTES = 4096

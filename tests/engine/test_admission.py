@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, go_round, linked, opened
+from support.engines.opening import across, each_progress, each_provider, go_round, linked, opened
 
 pytestmark = pytest.mark.libfabric
 

@@ -13,8 +13,8 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from engines import PATIENCE_S, across, each_progress, each_provider, opened, round_trips, until
-from stars import SIZE, Star, star
+from support.engines.fan_out import SIZE, Star, star
+from support.engines.opening import PATIENCE_S, across, each_progress, each_provider, opened, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 

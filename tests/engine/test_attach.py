@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import aiote
-from claims import WRONG, claimed
-from engines import linked, opened, until
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import linked, opened, until
 
 SIZE = 4096
 

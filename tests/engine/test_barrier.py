@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, go_round, opened, round_trips
+from support.engines.opening import PATIENCE_S, each_provider, go_round, opened, round_trips
 
 pytestmark = pytest.mark.libfabric
 

@@ -15,9 +15,9 @@ import anyio
 import pytest
 
 import aiote
-from engines import across, each_provider, linked, opened, round_trips, until
-from leftovers import descriptors, idle_threads, resident_bytes, shared_files, threads
-from machine import LONG
+from support.engines.opening import across, each_provider, linked, opened, round_trips, until
+from support.machine import LONG
+from support.process.open_resources import descriptors, idle_threads, resident_bytes, shared_files, threads
 
 pytestmark = pytest.mark.libfabric
 

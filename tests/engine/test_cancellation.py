@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import (
+from support.engines.opening import (
     PATIENCE_S,
     across,
     each_memory,

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import (
+from support.engines.opening import (
     PATIENCE_S,
     each_provider,
     go_round,
@@ -19,8 +19,8 @@ from engines import (
     served_by_process,
     until,
 )
-from own_page import BUSY, own_page
-from strangers import Stranger
+from support.engines.raw_clients import Stranger
+from support.engines.wakeup_page import BUSY, own_page
 
 pytestmark = pytest.mark.libfabric
 

@@ -13,7 +13,7 @@ import pytest
 
 import aiote
 from aiote.rails import libfabric
-from engines import opened, pair
+from support.engines.opening import opened, pair
 
 KEY = b"a secret of sixteen bytes or more"
 VARIABLES = (

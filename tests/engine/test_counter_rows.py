@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_progress, each_provider, go_round, linked, opened, until
+from support.engines.opening import PATIENCE_S, each_progress, each_provider, go_round, linked, opened, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 

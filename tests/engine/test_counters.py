@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, go_round, linked, opened, round_trips, until
+from support.engines.opening import each_progress, each_provider, go_round, linked, opened, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 

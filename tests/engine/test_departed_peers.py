@@ -7,7 +7,7 @@ import pytest
 import aiote
 from aiote.rails import pools_fit
 from aiote.transfers import inbox
-from engines import each_provider, opened, until
+from support.engines.opening import each_provider, opened, until
 
 
 @pytest.mark.anyio

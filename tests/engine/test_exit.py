@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines import real_provider, run_script, two_kinds
+from support.engines.opening import real_provider, run_script, two_kinds
 
 pytestmark = pytest.mark.libfabric
 

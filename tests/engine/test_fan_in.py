@@ -14,7 +14,7 @@ import pytest
 
 import aiote
 import aiote.testing
-from engines import PATIENCE_S, across, opened
+from support.engines.opening import PATIENCE_S, across, opened
 
 pytestmark = pytest.mark.libfabric
 

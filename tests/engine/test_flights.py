@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked, until
+from support.engines.opening import each_progress, each_provider, linked, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines import run_script, two_kinds
+from support.engines.opening import run_script, two_kinds
 
 pytestmark = pytest.mark.libfabric
 

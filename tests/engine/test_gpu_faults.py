@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, linked, round_trips, run_script, served_on, until
-from rail_pair import filled
-from standin_cuda import (
+from support import TESTS
+from support.engines.opening import across, each_progress, linked, round_trips, run_script, served_on, until
+from support.gpu.standin_cuda import (
     GpuArray,
     broken,
     busy,
@@ -27,6 +27,7 @@ from standin_cuda import (
     pending,
     standin_path,
 )
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 
@@ -196,7 +197,7 @@ FORKED = """
     sys.path.insert(0, sys.argv[1])
     import aiote
     from aiote import gpu
-    from standin_cuda import GpuArray, driver, new_stream, standin_path
+    from support.gpu.standin_cuda import GpuArray, driver, new_stream, standin_path
     driver()
     loop = asyncio.new_event_loop()
     run = loop.run_until_complete
@@ -234,6 +235,5 @@ FORKED = """
 
 
 def test_a_child_of_a_fork_is_told_and_its_parent_goes_on():
-    support = Path(__file__).parents[1] / "support"
-    done = run_script(FORKED, str(support), "thread", AIOTE_LIBCUDA=standin_path())
+    done = run_script(FORKED, str(TESTS), "thread", AIOTE_LIBCUDA=standin_path())
     assert (done.stdout.split(), done.stderr) == (["0", "True"], "")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, linked
-from gpu_lenders import LENDERS, TorchFloat8
-from rail_pair import filled
-from standin_cuda import captured, new_stream, standin_path
+from support.engines.opening import across, linked
+from support.gpu.lenders import LENDERS, TorchFloat8
+from support.gpu.standin_cuda import captured, new_stream, standin_path
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 

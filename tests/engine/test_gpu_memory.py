@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import FENCE, across, linked, opened, run_script, served_on, until
-from rail_pair import filled
-from standin_cuda import GpuArray, broken, gpu_copy, held, paced, pending, standin_path
+from support.engines.opening import FENCE, across, linked, opened, run_script, served_on, until
+from support.gpu.standin_cuda import GpuArray, broken, gpu_copy, held, paced, pending, standin_path
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import anyio
 import numpy as np
 import pytest
 
 import aiote
-from children import Child
-from engines import PATIENCE_S, opened, until
-from hardware_cuda import needs_standin
-from leftovers import descriptors
-from machine import LONG
-from rail_pair import filled
-from standin_cuda import SEGMENT, GpuArray, SegmentedArray, driver, failing, standin_path
+from support.engines.opening import PATIENCE_S, opened, until
+from support.gpu.hardware_cuda import needs_standin
+from support.gpu.standin_cuda import SEGMENT, GpuArray, SegmentedArray, driver, failing, standin_path
+from support.machine import LONG
+from support.process.children import Child
+from support.process.open_resources import descriptors
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 
 LIBCUDA = standin_path()
 IMM = 0x52
-SCRIPT = Path(__file__).parents[1] / "support" / "gpu_child.py"
+MODULE = "support.gpu.child"
 SIZE = 2 * SEGMENT + 12_345
 """Of three segments; frames go over the ends of the first two."""
 
@@ -38,7 +37,7 @@ EXPORTING = ["cuMemRetainAllocationHandle", "cuMemExportToShareableHandle"]
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
-    made = Child(script=SCRIPT)
+    made = Child(module=MODULE)
     yield made
     made.end()
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import anyio
 import numpy as np
 import pytest
 
 import aiote
-from children import Child, ChildError
-from engines import LOST_SOON, PATIENCE_S, go_round, opened, until
-from hardware_cuda import needs_standin
-from leftovers import descriptors
-from machine import LONG
-from rail_pair import filled
-from standin_cuda import GpuArray, driver, failing, gpu_copy, held, paced, pending, standin_path
+from support.engines.opening import LOST_SOON, PATIENCE_S, go_round, opened, until
+from support.gpu.hardware_cuda import needs_standin
+from support.gpu.standin_cuda import GpuArray, driver, failing, gpu_copy, held, paced, pending, standin_path
+from support.machine import LONG
+from support.process.children import Child, ChildError
+from support.process.open_resources import descriptors
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 
 LIBCUDA = standin_path()
 IMM = 0x51
-SCRIPT = Path(__file__).parents[1] / "support" / "gpu_child.py"
+MODULE = "support.gpu.child"
 SIZE = (3 << 20) + 17
 
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
@@ -32,7 +31,7 @@ each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
-    made = Child(script=SCRIPT)
+    made = Child(module=MODULE)
     yield made
     made.end()
 
@@ -40,7 +39,7 @@ def child() -> Iterator[Child]:
 @pytest.fixture
 def doomed() -> Iterator[Child]:
     """One that the test kills."""
-    made = Child(script=SCRIPT)
+    made = Child(module=MODULE)
     yield made
     made.end()
 

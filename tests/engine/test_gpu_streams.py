@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, linked, served_on, until
-from hardware_cuda import needs_standin
-from machine import LONG
-from rail_pair import filled
-from standin_cuda import (
+from support.engines.opening import across, linked, served_on, until
+from support.gpu.hardware_cuda import needs_standin
+from support.gpu.standin_cuda import (
     GpuArray,
     broken,
     busy,
@@ -30,6 +28,8 @@ from standin_cuda import (
     standin_path,
     synchronized,
 )
+from support.machine import LONG
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 

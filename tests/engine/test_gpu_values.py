@@ -14,11 +14,21 @@ import pytest
 import aiote
 from aiote import gpu
 from aiote_native.buffers import acquire
-from engines import across, each_progress, linked, run_script
-from gpu_lenders import DLManagedTensor, DLManagedTensorVersioned
-from hardware_cuda import needs_device, needs_standin
-from rail_pair import filled
-from standin_cuda import GpuArray, busy, captured, driver, failing, launched, new_stream, standin_path, synchronized
+from support.engines.opening import across, each_progress, linked, run_script
+from support.gpu.hardware_cuda import needs_device, needs_standin
+from support.gpu.lenders import DLManagedTensor, DLManagedTensorVersioned
+from support.gpu.standin_cuda import (
+    GpuArray,
+    busy,
+    captured,
+    driver,
+    failing,
+    launched,
+    new_stream,
+    standin_path,
+    synchronized,
+)
+from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 

@@ -16,10 +16,10 @@ import anyio
 import pytest
 
 import aiote
-from crowd import Crowd
-from engines import PATIENCE_S, across, each_progress, each_provider, opened, real_provider, until
-from idleness import MOST_ROUNDS, assert_idle, come_to_rest
-from strangers import Stranger, refusals, stranger
+from support.engines.idle_engines import IdleEngines
+from support.engines.opening import PATIENCE_S, across, each_progress, each_provider, opened, real_provider, until
+from support.engines.raw_clients import Stranger, refusals, stranger
+from support.process.idleness import MOST_ROUNDS, assert_idle, come_to_rest
 
 pytestmark = pytest.mark.libfabric
 
@@ -27,8 +27,8 @@ PEERS = 10
 
 
 @pytest.fixture
-def crowd() -> Iterator[Crowd]:
-    made = Crowd()
+def crowd() -> Iterator[IdleEngines]:
+    made = IdleEngines()
     yield made
     made.end()
 
@@ -124,14 +124,14 @@ async def test_an_engine_does_nothing_after_traffic(provider):
         await assert_idle(left, right)
 
 
-async def killed(engine: aiote.Engine, crowd: Crowd, provider: str) -> None:
+async def killed(engine: aiote.Engine, crowd: IdleEngines, provider: str) -> None:
     await crowd.join(provider, engine.address, 3)
     await until(lambda: len(engine.peers) == 3)
     crowd.kill()
     await until(lambda: not engine.peers)
 
 
-async def strangers(engine: aiote.Engine, _crowd: Crowd, _provider: str) -> None:
+async def strangers(engine: aiote.Engine, _crowd: IdleEngines, _provider: str) -> None:
     """One is refused, one hangs up in the middle, one stays and says nothing."""
     reasons = refusals(engine)
     async with stranger(engine.address) as one:
@@ -142,7 +142,7 @@ async def strangers(engine: aiote.Engine, _crowd: Crowd, _provider: str) -> None
     await until(lambda: len(reasons) == 2)
 
 
-async def a_refused_write(engine: aiote.Engine, _crowd: Crowd, provider: str) -> None:
+async def a_refused_write(engine: aiote.Engine, _crowd: IdleEngines, provider: str) -> None:
     """The target's NIC does not know the key any more; shm has no such guard and is left alone."""
     async with opened(provider) as other:
         region = other.register(bytearray(1 << 20))
@@ -154,7 +154,7 @@ async def a_refused_write(engine: aiote.Engine, _crowd: Crowd, provider: str) ->
                 await engine.write(engine.register(bytes(1 << 20)), remote)
 
 
-async def writes_cut_short(engine: aiote.Engine, _crowd: Crowd, provider: str) -> None:
+async def writes_cut_short(engine: aiote.Engine, _crowd: IdleEngines, provider: str) -> None:
     """Their peer is closed under them."""
     async with opened(provider) as other:
         await engine.connect(other.address)
@@ -164,20 +164,20 @@ async def writes_cut_short(engine: aiote.Engine, _crowd: Crowd, provider: str) -
             await write
 
 
-async def nobody_there(engine: aiote.Engine, _crowd: Crowd, _provider: str) -> None:
+async def nobody_there(engine: aiote.Engine, _crowd: IdleEngines, _provider: str) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(aiote.PeerError):
             await engine.connect(f"127.0.0.1:{closed.getsockname()[1]}")
 
 
-async def silence(engine: aiote.Engine, _crowd: Crowd, _provider: str) -> None:
+async def silence(engine: aiote.Engine, _crowd: IdleEngines, _provider: str) -> None:
     """Whoever is dialled says nothing, until the attempt is given up."""
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(aiote.PeerError):
         await engine.connect(f"127.0.0.1:{server.getsockname()[1]}")
 
 
-TROUBLES: list[Callable[[aiote.Engine, Crowd, str], Awaitable[None]]] = [
+TROUBLES: list[Callable[[aiote.Engine, IdleEngines, str], Awaitable[None]]] = [
     killed,
     strangers,
     a_refused_write,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import aiote
-from engines import PATIENCE_S, UNHURRIED, run_script, until
+from support.engines.opening import PATIENCE_S, UNHURRIED, run_script, until
 
 RAILS = pytest.mark.parametrize("provider", ["local", "socket", "shm", "tcp"])
 IMM = 5

@@ -12,7 +12,7 @@ import pytest
 import aiote
 from aiote.transfers import immediates
 from aiote.transfers.immediates import END, FIRST, LONGEST, ImmediateGrants
-from engines import linked, opened, until
+from support.engines.opening import linked, opened, until
 
 
 class Runtime:

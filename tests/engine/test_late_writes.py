@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import each_memory, each_progress, go_round, linked, round_trips
-from machine import SLOWER
+from support.engines.opening import each_memory, each_progress, go_round, linked, round_trips
+from support.machine import SLOWER
 
 pytestmark = pytest.mark.libfabric
 

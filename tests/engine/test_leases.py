@@ -11,7 +11,7 @@ import pytest
 import aiote
 from aiote.core.address import ANYONE
 from aiote.core.descriptor import RegionDescriptor
-from engines import (
+from support.engines.opening import (
     each_memory,
     each_progress,
     each_provider,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines import run_script
+from support.engines.opening import run_script
 
 pytestmark = pytest.mark.libfabric
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
+from support.engines.opening import each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 

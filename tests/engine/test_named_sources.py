@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import aiote
-from engines import each_provider, linked, opened, until
+from support.engines.opening import each_provider, linked, opened, until
 
 pytestmark = pytest.mark.libfabric
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, go_round, linked, opened, pair, until
+from support.engines.opening import each_progress, each_provider, go_round, linked, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
 

@@ -13,7 +13,7 @@ import pytest
 from anyio.abc import SocketListener
 
 import aiote
-from engines import PATIENCE_S, linked, opened, served_on
+from support.engines.opening import PATIENCE_S, linked, opened, served_on
 
 MOST_STEPS = 50
 WAKEUP_SLOTS = 1000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, across, each_memory, each_progress, each_provider, linked, pair, until
+from support.engines.opening import PATIENCE_S, across, each_memory, each_progress, each_provider, linked, pair, until
 
 pytestmark = pytest.mark.libfabric
 

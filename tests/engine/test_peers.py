@@ -10,7 +10,17 @@ import anyio
 import pytest
 
 import aiote
-from engines import LOST_SOON, PATIENCE_S, each_provider, linked, opened, pair, round_trips, run_script, until
+from support.engines.opening import (
+    LOST_SOON,
+    PATIENCE_S,
+    each_provider,
+    linked,
+    opened,
+    pair,
+    round_trips,
+    run_script,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 KEY, OTHER = b"a key of a cluster, 25 bytes", b"another key of a cluster, 33 bytes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from pathlib import Path
 
 import anyio
 import numpy as np
@@ -13,12 +12,12 @@ import pytest
 
 import aiote
 from aiote_native.provider import NativeDevice
-from engines import PATIENCE_S, go_round, linked, opened, round_trips, run_script, until
-from pinning import PinningDevice, pinning
+from support import TESTS
+from support.engines.opening import PATIENCE_S, go_round, linked, opened, round_trips, run_script, until
+from support.engines.slow_registration import PinningDevice, pinning
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 
-SUPPORT = str(Path(__file__).parents[1] / "support")
 
 each_pinned = pytest.mark.parametrize("provider", ["local", "socket", "sim", "verbs"])
 
@@ -220,8 +219,8 @@ def test_a_child_of_a_fork_leaves_a_registration_to_its_parent():
         import asyncio, os, sys
         sys.path.append(sys.argv[1])
         import aiote
-        from engines import until
-        from pinning import pinning
+        from support.engines.opening import until
+        from support.engines.slow_registration import pinning
 
         async def main():
             async with aiote.open_engine("socket") as engine:
@@ -244,6 +243,6 @@ def test_a_child_of_a_fork_leaves_a_registration_to_its_parent():
         asyncio.run(main())
         print("done")
         """,
-        SUPPORT,
+        str(TESTS),
     )
     assert (done.stdout, done.stderr) == ("done\n", "")

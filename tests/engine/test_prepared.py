@@ -12,8 +12,8 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from engines import across, each_memory, each_progress, each_provider, opened, round_trips, until
-from stars import SIZE, star
+from support.engines.fan_out import SIZE, star
+from support.engines.opening import across, each_memory, each_progress, each_provider, opened, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 

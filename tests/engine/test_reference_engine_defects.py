@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, across, each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
+from support.engines.opening import (
+    PATIENCE_S,
+    across,
+    each_progress,
+    each_provider,
+    go_round,
+    linked,
+    opened,
+    pair,
+    round_trips,
+    until,
+)
 
 pytestmark = pytest.mark.libfabric
 

@@ -11,7 +11,7 @@ import pytest
 
 import aiote
 from aiote.core.descriptor import RailKey, RegionDescriptor
-from engines import across, each_progress, each_provider, linked, opened, pair, until
+from support.engines.opening import across, each_progress, each_provider, linked, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
 

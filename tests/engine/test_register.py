@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_provider, linked, opened
+from support.engines.opening import across, each_provider, linked, opened
 
 pytestmark = pytest.mark.libfabric
 

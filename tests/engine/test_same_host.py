@@ -10,7 +10,7 @@ import pytest
 
 import aiote
 import aiote.runtime
-from engines import PATIENCE_S, across, opened
+from support.engines.opening import PATIENCE_S, across, opened
 
 pytestmark = pytest.mark.libfabric
 

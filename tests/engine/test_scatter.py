@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from engines import PATIENCE_S, across, each_memory, each_progress, each_provider, opened, until
+from support.engines.opening import PATIENCE_S, across, each_memory, each_progress, each_provider, opened, until
 
 pytestmark = pytest.mark.libfabric
 

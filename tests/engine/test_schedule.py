@@ -13,7 +13,7 @@ import aiote
 from aiote.rails import RailSet, numa
 from aiote.rails.topology import Place
 from aiote.testing import EFA_200G, Fabric, run
-from engines import PATIENCE_S, across, fabric, linked, until
+from support.engines.opening import PATIENCE_S, across, fabric, linked, until
 
 pytestmark = pytest.mark.libfabric
 

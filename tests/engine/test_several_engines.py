@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import aiote
-from engine_process import exchange
-from engines import PATIENCE_S, across, each_progress, each_provider, opened, pair, two_kinds, until
+from support.engines.opening import PATIENCE_S, across, each_progress, each_provider, opened, pair, two_kinds, until
+from support.process.data_exchange import exchange
 
 pytestmark = pytest.mark.libfabric
 

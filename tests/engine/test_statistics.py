@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, fabric, linked, opened, pair, until
-from idleness import come_to_rest
+from support.engines.opening import across, each_progress, each_provider, fabric, linked, opened, pair, until
+from support.process.idleness import come_to_rest
 
 pytestmark = pytest.mark.libfabric
 

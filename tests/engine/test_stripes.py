@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, opened, pair, until
+from support.engines.opening import across, each_progress, each_provider, linked, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
 

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
+from support.engines.opening import (
+    across,
+    each_progress,
+    each_provider,
+    go_round,
+    linked,
+    opened,
+    pair,
+    round_trips,
+    until,
+)
 
 pytestmark = pytest.mark.libfabric
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, across, each_provider, linked, until
+from support.engines.opening import PATIENCE_S, across, each_provider, linked, until
 
 
 @pytest.mark.libfabric

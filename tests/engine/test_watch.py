@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_progress, each_provider, go_round, linked, opened, until
+from support.engines.opening import PATIENCE_S, each_progress, each_provider, go_round, linked, opened, until
 
 pytestmark = pytest.mark.libfabric
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_memory, each_progress, each_provider, go_round, linked, opened, pair
+from support.engines.opening import across, each_memory, each_progress, each_provider, go_round, linked, opened, pair
 
 pytestmark = pytest.mark.libfabric
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import Program
+from support.process.examples import Program
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import programs
+from support.process import examples as programs
 
 pytestmark = [
     pytest.mark.libfabric,

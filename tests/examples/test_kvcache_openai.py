@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from aiote.demo import RequestCache, plan
 from aiote.demo import tokens as vocabulary
 from aiote.demo.one_process import run_reference
-from clusters import CONTEXT, PATIENCE_S, Cluster, reference_settings
-from page_blocks import block, replaced
+from support.checkout.page_blocks import block, replaced
+from support.kv.example_cluster import CONTEXT, PATIENCE_S, Cluster, reference_settings
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from clusters import PATIENCE_S, Cluster, events
+from support.kv.example_cluster import PATIENCE_S, Cluster, events
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

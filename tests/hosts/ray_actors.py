@@ -12,7 +12,7 @@ import torch
 from ray.experimental.rdt.util import get_tensor_transport_manager
 
 from aiote.connectors.ray import NAME, AioteTensorTransport, register
-from idleness import come_to_rest
+from support.process.idleness import come_to_rest
 
 GATE_S = 120
 """A gate that nobody opens hangs for so long at most."""

@@ -38,7 +38,7 @@ from aiote import EngineConfig
 from aiote.connectors.ray import register
 
 HERE = Path(__file__).parent
-PATHS = f"{HERE}{os.pathsep}{HERE.parent / 'support'}"
+PATHS = f"{HERE}{os.pathsep}{HERE.parent}"
 MIB = 1 << 20
 SOON_S = 60
 """What takes longer hangs, on machines on which other things run."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes import recipe
+from support.connectors.recipes import recipe
 
 LIMIT_S = 300
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from recipes import recipe
+from support.connectors.recipes import recipe
 
 SOON_S = 60
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed._transport import new_transport_rank
 
-from idleness import assert_idle
+from support.process.idleness import assert_idle
 
 PATIENCE_S = 120
 """For the other side to come."""

@@ -14,7 +14,7 @@ from torch.distributed._transport import new_transport
 from torch_host import SOON_S, Other
 
 from aiote.errors import UsageError
-from idleness import assert_idle
+from support.process.idleness import assert_idle
 
 
 @pytest.fixture

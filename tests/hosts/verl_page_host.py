@@ -8,7 +8,7 @@ import yaml
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.workers.config import CheckpointEngineConfig
 
-from recipes import recipe
+from support.connectors.recipes import recipe
 
 
 def test_the_recipe_names_an_engine_that_verl_finds():

@@ -12,8 +12,8 @@ os.environ.update(VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1")
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import BatchedTritonExperts
 
-import torch_ranks
 from aiote.connectors.vllm_moe import AiotePrepareAndFinalize
+from support.connectors import torch_ranks
 
 
 def test_the_class_is_what_vllm_asks_for():

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from cables import RAILS
-from children import Child
-from namespaces import Network
+from support.network.namespaced_engines import RAILS
+from support.network.namespaces import Network
+from support.process.children import Child
 
 
 @pytest.fixture(scope="session", autouse=True)

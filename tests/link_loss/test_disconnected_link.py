@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import anyio
 import pytest
 
-from children import Child
-from engines import LOST_SOON, PATIENCE_S
-from namespaces import HOSTS, Network
+from support.engines.opening import LOST_SOON, PATIENCE_S
+from support.network.namespaces import HOSTS, Network
+from support.process.children import Child
 
 pytestmark = [
     pytest.mark.libfabric,

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
-from arrays_service import check
-from cables import CONFIG, PIECE, WRITES, opened, pour
-from children import Child, ChildError
-from namespaces import Network, end_of
+from support.network.namespaced_engines import CONFIG, PIECE, WRITES, opened, pour
+from support.network.namespaces import Network, end_of
+from support.process.children import Child, ChildError
+from support.service.arrays import check
 
 pytestmark = [
     pytest.mark.libfabric,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from cables import ONCE, opened, pour
+from support.network.namespaced_engines import ONCE, opened, pour
 
 pytestmark = [
     pytest.mark.libfabric,

@@ -8,8 +8,8 @@ import random
 import pytest
 
 import aiote
-from connections import cut, data_connections
-from engines import LOST_SOON, linked, until
+from support.engines.data_connections import cut, data_connections
+from support.engines.opening import LOST_SOON, linked, until
 
 pytestmark = pytest.mark.libfabric
 

@@ -11,9 +11,9 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from connections import cut, data_connections
-from engines import PATIENCE_S, across, go_round, until
-from traffic import IMM, SIZE, WRITES, Traffic, railed
+from support.engines.data_connections import cut, data_connections
+from support.engines.opening import PATIENCE_S, across, go_round, until
+from support.engines.two_way_traffic import IMM, SIZE, WRITES, Traffic, railed
 
 pytestmark = pytest.mark.libfabric
 GPUS = [(6, "socket+cuda"), (7, "socket+cuda")]

@@ -13,9 +13,9 @@ import anyio
 import pytest
 
 import aiote
-from children import Child
-from engines import PATIENCE_S, opened, real_provider, served_on, until
-from mix import ECHOED, Mix
+from support.engines.every_verb import ECHOED, Mix
+from support.engines.opening import PATIENCE_S, opened, real_provider, served_on, until
+from support.process.children import Child
 
 pytestmark = [
     pytest.mark.libfabric,

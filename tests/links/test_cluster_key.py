@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, until
+from support.engines.opening import PATIENCE_S, each_provider, opened, until
 
 pytestmark = pytest.mark.libfabric
 

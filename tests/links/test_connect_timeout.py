@@ -13,8 +13,8 @@ from aiote.core.control import Authenticated, ControlProtocol, HelloReceived, Ro
 from aiote.core.control_frames import Hello, encode, frame
 from aiote.core.handshake import VERSION, HandshakeConfig
 from aiote.testing import Fabric
-from engines import until
-from strangers import refusals
+from support.engines.opening import until
+from support.engines.raw_clients import refusals
 
 TIMEOUT_S = 7.0
 SLACK_S = 0.01

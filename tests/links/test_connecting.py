@@ -13,7 +13,7 @@ import pytest
 import aiote
 from aiote.core.control import ControlProtocol, HelloReceived, Role
 from aiote.core.handshake import HandshakeConfig
-from engines import PATIENCE_S, each_provider, linked, opened, pair, until
+from support.engines.opening import PATIENCE_S, each_provider, linked, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
 

@@ -12,8 +12,8 @@ import aiote
 import aiote.aio as aio
 from aiote.aio.loops import current_loop
 from aiote.core.control_frames import Bye, Failed, RailDown
-from control_peers import Pair
-from engines import PATIENCE_S, linked, opened, served_on, until
+from support.engines.control_peers import Pair
+from support.engines.opening import PATIENCE_S, linked, opened, served_on, until
 
 TWO_RAILS = ["127.0.0.1"] * 2
 OFTEN = {"heartbeat_interval": 0.1, "heartbeat_timeout": 10.0}

@@ -17,10 +17,10 @@ from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.control import Authenticated
 from aiote.core.control_frames import Channel, EngineOffer
 from aiote_native.peer_wakeups import WakeupEvent, parse_address
-from engines import PATIENCE_S, opened, served_on, until
-from own_page import PAGE
-from raw_ring import NUMBER, SCHEME, ring_memory
-from strangers import Insider, offer, refusals
+from support.engines.opening import PATIENCE_S, opened, served_on, until
+from support.engines.raw_clients import Insider, offer, refusals
+from support.engines.wakeup_page import PAGE
+from support.rails.raw_ring import NUMBER, SCHEME, ring_memory
 
 SLOT = struct.Struct("<iI")
 

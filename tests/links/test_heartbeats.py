@@ -14,7 +14,7 @@ import aiote
 from aiote.aio import current_loop
 from aiote.links.heartbeat_timer import HeartbeatTimer
 from aiote.testing import Fabric, run
-from engines import LOST_SOON, PATIENCE_S, go_round, linked, opened, pair, served_by_process, until
+from support.engines.opening import LOST_SOON, PATIENCE_S, go_round, linked, opened, pair, served_by_process, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import LOST_SOON, PATIENCE_S, each_provider, opened, served_by_process, served_on, until
+from support.engines.opening import LOST_SOON, PATIENCE_S, each_provider, opened, served_by_process, served_on, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

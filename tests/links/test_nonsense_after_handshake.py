@@ -11,8 +11,8 @@ import pytest
 import aiote
 from aiote.core.control import Authenticated
 from aiote.core.control_frames import Channel, EngineOffer, Heartbeat, Mapped, RailOffer, Ready, Revoke, encode, frame
-from engines import PATIENCE_S, opened, until
-from strangers import LIKE_YOURS, Insider, offer, refusals
+from support.engines.opening import PATIENCE_S, opened, until
+from support.engines.raw_clients import LIKE_YOURS, Insider, offer, refusals
 
 pytestmark = pytest.mark.libfabric
 

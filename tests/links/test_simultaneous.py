@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, pair, real_provider, until
+from support.engines.opening import PATIENCE_S, each_provider, opened, pair, real_provider, until
 
 pytestmark = pytest.mark.libfabric
 

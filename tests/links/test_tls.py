@@ -15,8 +15,8 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, until
-from strangers import Stranger, refusals
+from support.engines.opening import PATIENCE_S, each_provider, opened, until
+from support.engines.raw_clients import Stranger, refusals
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

@@ -14,9 +14,9 @@ import pytest
 
 from aiote.core.control_frames import Hello, encode, frame
 from aiote.core.handshake import VERSION
-from engines import PATIENCE_S, linked, opened, pair, served_on, until
-from leftovers import descriptors
-from strangers import Stranger, refusals, stranger
+from support.engines.opening import PATIENCE_S, linked, opened, pair, served_on, until
+from support.engines.raw_clients import Stranger, refusals, stranger
+from support.process.open_resources import descriptors
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

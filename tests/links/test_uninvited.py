@@ -17,9 +17,9 @@ from aiote.core.control import ControlProtocol, Refusal, Role
 from aiote.core.control_frames import Challenge, Hello, Proof, Refused, Welcome, decode, encode, frame
 from aiote.core.descriptor import RegionDescriptor
 from aiote.core.handshake import HandshakeConfig
-from engines import PATIENCE_S, opened, until
-from relay import Relay, relayed
-from strangers import Stranger, refusals, stranger
+from support.engines.opening import PATIENCE_S, opened, until
+from support.engines.raw_clients import Stranger, refusals, stranger
+from support.network.relay import Relay, relayed
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from waits import FoundWait, Waits
+from support.checkout.waits import FoundWait, Waits
 
 TESTS = Path(__file__).parents[1]
 RIGHT = tomllib.loads(Path(__file__).with_name("waits.toml").read_text())

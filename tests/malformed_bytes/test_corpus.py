@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from aiote.core import control_frames as frames
 from aiote.core import fields
 from aiote.core.control import SESSION, MessageReceived, Role
-from fuzz_seeds import example, seeds
-from fuzz_targets import TARGETS, Step, Talk, control, message, program
+from support.fuzz.seeds import example, seeds
+from support.fuzz.targets import TARGETS, Step, Talk, control, message, program
 
 HERE = Path(__file__).parent
 SEEDS = seeds()

@@ -9,7 +9,7 @@ from aiote.service.endpoint import CallEndpoint
 from aiote.service.link import Link
 from aiote.service.memory import LentMemory
 from aiote.service.running import Running
-from fuzz_service import METHODS, Say, service, service_seeds, step, steps
+from support.fuzz.service import METHODS, Say, service, service_seeds, step, steps
 
 SEEDS = service_seeds()
 

@@ -28,8 +28,8 @@ from aiote.weights.protocol import (
     UpdateOrder,
     WriteTarget,
 )
-from engines import opened
-from moe_ranks import Ranks, Tokens, ranks, whole_round
+from support.engines.opening import opened
+from support.moe.ranks import Ranks, Tokens, ranks, whole_round
 
 SETTINGS = {"cluster_key": KEY, "host": "127.0.0.1", **LIMITS}
 LAYOUT = Layout.over([0, 1], {"a": ((256, 16), "F32", Replicate()), "b": ((64,), "F16", Replicate())})

@@ -28,7 +28,7 @@ from typing import Any
 
 import anyio
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from groups import moe_group, update_ranks
 from kvpeer import cluster

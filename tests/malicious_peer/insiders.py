@@ -18,7 +18,7 @@ from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup
 from aiote.moe.joining import MoeService, service_of
 from aiote.moe.wire import SLOTS
 from aiote.service import client
-from moe_ranks import Tokens, all_of, compute, reference
+from support.moe.ranks import Tokens, all_of, compute, reference
 
 LATE = 100
 """Most turns of the loop that somebody is late by."""

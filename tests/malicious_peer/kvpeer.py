@@ -24,12 +24,12 @@ from aiote.kvcache import Consumer, Producer
 from aiote.kvcache.protocol import Transfers
 from aiote.service import frames
 from aiote.service.endpoint import CallEndpoint
-from engines import opened
-from fuzz_discovery import KEEP, WATCH, arguments, calls
-from fuzz_kvcache import kvcache_seeds
-from kv_worlds import BEFORE, MODEL
-from mapped_caches import Side, built, expected, fill, rows, same
-from registries import member, until_told
+from support.engines.opening import opened
+from support.fuzz.discovery import KEEP, WATCH, arguments, calls
+from support.fuzz.kvcache import kvcache_seeds
+from support.kv.caches import Side, built, expected, fill, rows, same
+from support.kv.worlds import BEFORE, MODEL
+from support.service.registries import member, until_told
 
 TOKENS = 20
 METHODS = {"part": "kvcache.Transfers/1.open", "fetch": "kvcache.Transfers/1.push"}

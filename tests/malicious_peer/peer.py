@@ -17,8 +17,8 @@ from aiote.core.address import Address
 from aiote.core.control import Authenticated
 from aiote.core.control_frames import Channel, EngineOffer, Failed, Heartbeat, Mapped, Ready, encode, frame
 from aiote.core.descriptor import RegionDescriptor
-from raw_ring import DATA, HEADER, READ, RING_BYTES, SEND, WRITE, Frame
-from strangers import Insider, offer
+from support.engines.raw_clients import Insider, offer
+from support.rails.raw_ring import DATA, HEADER, READ, RING_BYTES, SEND, WRITE, Frame
 
 STAGES = ("raw", "greeted", "authenticated", "offered", "joining", "joined", "joined", "joined")
 BEFORE_DATA = STAGES[: STAGES.index("joining")]

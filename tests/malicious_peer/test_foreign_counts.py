@@ -17,11 +17,11 @@ from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup
 from aiote.moe.wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 from aiote.weights import Layout, Replicate, serve_target
 from aiote.weights.protocol import TargetService, Update, UpdateOrder
-from engines import opened, until
-from kv_worlds import BEFORE, compute, world
-from mapped_caches import Side, expected, fill, same
-from moe_ranks import Tokens, all_of, ranks, whole_round
-from moe_ranks import compute as expert
+from support.engines.opening import opened, until
+from support.kv.caches import Side, expected, fill, same
+from support.kv.worlds import BEFORE, compute, world
+from support.moe.ranks import Tokens, all_of, ranks, whole_round
+from support.moe.ranks import compute as expert
 
 CONFIG = {"experts": 6, "top_k": 2, "hidden": 8, "tokens": 6, "dtype": "float32", "out_dtype": "float32"}
 ROWS = {0: PageRow([1, 2])}

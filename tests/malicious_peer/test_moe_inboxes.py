@@ -16,9 +16,9 @@ from aiote.moe.config import Sizes
 from aiote.moe.memory import RankMemory
 from aiote.moe.posting import OutboxWrite
 from aiote.moe.wire import ANSWER, PAYLOAD, Route, route_bytes, slot_of
-from engines import opened, until
-from moe_ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
-from moe_sharing import pairs_mapped
+from support.engines.opening import opened, until
+from support.moe.ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
+from support.moe.sharing import pairs_mapped
 
 CONFIG = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, rows=36, placement="direct")
 HONEST, LIAR = range(2)

@@ -12,8 +12,8 @@ import aiote
 from aiote.moe import MoeConfig, MoeGroup, leaving
 from aiote.moe.wire import PAYLOAD, slot_of
 from aiote.service import client
-from engines import PATIENCE_S, opened, until
-from moe_ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
+from support.engines.opening import PATIENCE_S, opened, until
+from support.moe.ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
 
 CONFIG = MoeConfig(
     experts=6, top_k=2, hidden=8, tokens=6, dtype="float32", out_dtype="float32", lanes=2, on_loss="mask"

@@ -28,8 +28,8 @@ from aiote.service.frames import CallStatus
 from aiote.testing import Fabric
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
 from aiote.weights.protocol import Descriptors, SourceService, SourceState, TargetState, packed_layout
-from broadcasts import Rollout, Trainer, assert_same, tensors_of
-from engines import PATIENCE_S, opened
+from support.connectors.broadcasts import Rollout, Trainer, assert_same, tensors_of
+from support.engines.opening import PATIENCE_S, opened
 
 ROWS = {0: PageRow([1, 2])}
 

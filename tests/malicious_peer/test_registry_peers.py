@@ -20,8 +20,8 @@ from aiote.service.endpoint import CallEndpoint
 from aiote.service.errors import CallLostError
 from aiote.service.link import Link
 from aiote.service.members import AGAIN_S, CONNECTING, MOST_AGAIN_S, Chooser
-from engines import opened, until
-from registries import client, member, until_told
+from support.engines.opening import opened, until
+from support.service.registries import client, member, until_told
 
 METHOD = "X/1.x"
 

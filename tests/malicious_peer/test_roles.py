@@ -13,7 +13,7 @@ from aiote.discovery import EmbeddedRegistry, RegistryServer
 from aiote.kvcache import Cache, Consumer, Group, PageRow, Producer, Worker
 from aiote.weights import Controller, Layout, Replicate, UpdateError, serve_source, serve_target
 from aiote.weights.protocol import EPOCHS_AHEAD, SourceService, StaleUpdateError, TargetService, Update, UpdateOrder
-from engines import opened, until
+from support.engines.opening import opened, until
 
 LAYOUT = Layout.over([0], {"a": ((64,), "F32", Replicate())})
 FOREIGN = "ForeignCallerError: .*is not the (leader|controller) of this engine"

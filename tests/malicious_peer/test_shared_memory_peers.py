@@ -19,8 +19,8 @@ from aiote.core.control_frames import ShareRefused, ShareRequest
 from aiote.core.descriptor import SharedDescriptor
 from aiote.links.sharing import MAX_GRANTS, _Asked
 from aiote_native.sharedpages import SEALS, SharedPages
-from engines import linked, opened, pair, served_on, until
-from shares import F_SEAL_FUTURE_WRITE, SIZE, descriptors, forged, mappings, read_only
+from support.engines.opening import linked, opened, pair, served_on, until
+from support.rails.shared_memory import F_SEAL_FUTURE_WRITE, SIZE, descriptors, forged, mappings, read_only
 
 NOT_MEMORY = "a descriptor is not shared memory"
 LENGTH_SEALS = "not sealed against shrinking and growing"

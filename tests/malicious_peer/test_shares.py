@@ -17,7 +17,7 @@ from aiote.service.frames import Ask, CallFrame, CallStatus, Cancel, End, Frame,
 from aiote.service.memory import Budget
 from aiote.service.server import EACH
 from aiote.service.unsent import CROWDED_BYTES
-from engines import opened, pair, until
+from support.engines.opening import opened, pair, until
 
 GREEDY = HelloFrame(1, True, (1 << 32) - 1, 1 << 16, 1 << 20, 1 << 40)
 ITEM_BYTES = 8000

@@ -10,9 +10,9 @@ import numpy as np
 
 import aiote
 from aiote.core.descriptor import RegionDescriptor
-from engines import opened
-from idleness import assert_idle
-from leftovers import descriptors, resident_bytes
+from support.engines.opening import opened
+from support.process.idleness import assert_idle
+from support.process.open_resources import descriptors, resident_bytes
 
 KEY = b"a key that the hostile one has, too"
 GRANTED = 1 << 16

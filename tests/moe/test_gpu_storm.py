@@ -15,11 +15,11 @@ import pytest
 import aiote
 from aiote.moe import MoeConfig, MoeGroup
 from aiote.testing import Fabric, run
-from cuda_emulation import Emulation
-from machine import LONG
-from moe_ranks import Tokens, check_rows, compute
-from moe_storms import KINDS, World, check_sums
-from virtual_gpu import VirtualGpu, idle, watched
+from support.gpu.emulation import Emulation
+from support.gpu.virtual import VirtualGpu, idle, watched
+from support.machine import LONG
+from support.moe.ranks import Tokens, check_rows, compute
+from support.moe.storms import KINDS, World, check_sums
 
 SEEDS = (*range(2000 if LONG else 4), 43, 90)
 """In the last two a rank leaves while another, behind it, still writes to a third: the rows, or the route."""

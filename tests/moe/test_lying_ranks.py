@@ -19,10 +19,10 @@ from aiote.moe.config import Sizes
 from aiote.moe.joining import NOWHERE, Meeting, service_of
 from aiote.moe.memory import LaneMap
 from aiote.moe.wire import Route, route_bytes
-from claims import WRONG, claimed
-from engines import opened
-from moe_ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
-from moe_sharing import rows_from
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import opened
+from support.moe.ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
+from support.moe.sharing import rows_from
 
 RNG = np.random.default_rng(7)
 each_way = pytest.mark.parametrize("shared", ["auto", "off"])

@@ -14,8 +14,8 @@ from aiote import service
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
 from aiote.moe.joining import service_of
 from aiote.testing import Fabric, run
-from engines import until
-from moe_ranks import Tokens, all_of, compute, ranks, whole_round
+from support.engines.opening import until
+from support.moe.ranks import Tokens, all_of, compute, ranks, whole_round
 
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
 LIMIT_S = 0.2 + 0.1 + 0.5

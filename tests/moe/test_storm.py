@@ -16,9 +16,9 @@ import pytest
 
 from aiote.moe import MoeConfig
 from aiote.testing import Fabric, run
-from machine import LONG
-from moe_sharing import simulated_ranks_share
-from moe_storms import KINDS, World
+from support.machine import LONG
+from support.moe.sharing import simulated_ranks_share
+from support.moe.storms import KINDS, World
 
 SEEDS = (*range(2000 if LONG else 30), 5047)
 """In the last one a rank is written to just after it was lost."""

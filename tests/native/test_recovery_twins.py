@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import compiled
 from aiote.core.failover import Account, FailoverError
 from aiote.core.recovery import Post, Recovery, TrackedWork, cancel, resolved, take_over
+from support.checkout import compiled
 
 SOURCE = Path(__file__).parent / "recoveries" / "recoveries.pyx"
 IMM_DATA = st.sampled_from([0, 7, 2**28 + 7, 2**32 - 1])

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from aiote_native.streams.rings import RingEndpoint
 from aiote_native.streams.sockets import parse
-from engines import run_script
-from rail_pair import Kind, Memory, Pair, Rails, Side, filled, opened
-from raw_ring import (
+from support.engines.opening import run_script
+from support.rails.rail_pair import Kind, Memory, Pair, Rails, Side, filled, opened
+from support.rails.raw_ring import (
     ANSWER,
     ANSWERED,
     DATA,

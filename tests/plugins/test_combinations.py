@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from combinations import DEAR, MEETING, TESTS, Parameter, Wanted, choose, is_dear, wanted
+from support.plugins.combinations import DEAR, MEETING, TESTS, Parameter, Wanted, choose, is_dear, wanted
 
 PROVIDERS = {"tcp", "shm", "local", "socket", "sim", "local+cuda", "socket+cuda"}
 ENVIRONMENTS = PROVIDERS | {"asyncio", "uvloop", "trio", "adaptive", "thread"}
-SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = ["provider", "progress", "anyio_backend", "verb", "size"]
 SIZES = st.lists(st.integers(1, 3), min_size=len(NAMES), max_size=len(NAMES))
 
@@ -142,8 +141,8 @@ def test_a_run_has_its_choice_and_says_so(
     choice, of_three, of_one, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ):
     """`verb` and `says` vary together, so they are one; each value of an environment comes with any choice."""
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    pytester.makeconftest("pytest_plugins = ['combinations']")
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    pytester.makeconftest("pytest_plugins = ['support.plugins.combinations']")
     pytester.makepyfile(SOURCE)
     options = ["-q", "-p", "no:cacheprovider", "-rA", f"--combinations={choice}"]
     result = pytester.run(sys.executable, "-m", "pytest", *options)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import compiled
+from support.checkout import compiled
 
 COMPILER = """
 echo >>{log}

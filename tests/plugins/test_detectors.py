@@ -1,16 +1,15 @@
-"""The nets of `tests/support` catch what they are there for, and nothing else."""
+"""The plugins `blocking`, `leaks` and `not_run` catch what they are there for, and nothing else."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
-from inner_pytest import INI
+from support import TESTS
+from support.plugins.inner_pytest import INI
 
-SUPPORT = Path(__file__).parents[1] / "support"
-
+PLUGINS = [f"support.plugins.{name}" for name in ("blocking", "leaks", "loops", "not_run")]
 OPTIONS = """\
 asyncio_debug = true
 asyncio_default_fixture_loop_scope = function
@@ -26,11 +25,11 @@ markers =
 @pytest.fixture
 def outcomes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Return a function that runs a test module under the plugins and returns each test's outcomes, and the output."""
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
     def run(source: str) -> tuple[dict[str, set[str]], str]:
         pytester.makeini(INI + OPTIONS)
-        pytester.makeconftest("pytest_plugins = ['blocking', 'leaks', 'loops', 'not_run']")
+        pytester.makeconftest(f"pytest_plugins = {PLUGINS}")
         pytester.makepyfile(source)
         result = pytester.run(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-rN")
         seen: dict[str, set[str]] = {}
@@ -46,7 +45,8 @@ def outcomes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 BLOCKING = """
 import asyncio, socket, time
 import anyio, anyio.to_thread
-import blocking
+from support import TESTS
+from support.plugins import blocking
 import pytest
 
 tried = []
@@ -170,7 +170,8 @@ def test_blocking_is_caught_on_every_loop(outcomes):
 
 LEAKS = """
 import os, threading
-import leaks
+from support import TESTS
+from support.plugins import leaks
 import pytest
 
 leaks.GRACE_S = 0.3

@@ -37,9 +37,9 @@ def test_in_virtual_time():
 @pytest.fixture
 def failed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> tuple[pytest.RunResult, Path]:
     """Run some tests that fail; return what was printed, and the report."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     monkeypatch.setenv("AIOTE_LIBFABRIC", "/a place/libfabric.so.1")
-    pytester.makeconftest("pytest_plugins = ['combinations', 'failing']")
+    pytester.makeconftest("pytest_plugins = ['support.plugins.combinations', 'support.plugins.failure_reports']")
     pytester.makepyfile(test_it=SOURCE)
     report = pytester.path / "report.xml"
     result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}")

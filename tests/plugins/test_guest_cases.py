@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parents[1] / "support"
+from support import TESTS
+
 INI = "[pytest]\naddopts = --strict-markers\nmarkers =\n  verbs_once\n"
 SOURCE = """
 import pytest
+
+from support import TESTS
 
 @pytest.mark.parametrize("provider", ["tcp", "verbs"])
 @pytest.mark.parametrize("progress", ["adaptive", "thread"])
@@ -28,12 +30,12 @@ def test_whole(provider, kind):
 
 @pytest.mark.parametrize("guest", [True, False], ids=["guest", "elsewhere"])
 def test_the_first_value_of_the_parameters_stays(guest, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("RDMA_VM", "1")
     if not guest:
         monkeypatch.delenv("RDMA_VM")
     pytester.makeini(INI)
-    pytester.makeconftest("pytest_plugins = ['sparing']")
+    pytester.makeconftest("pytest_plugins = ['support.plugins.guest_cases']")
     pytester.makepyfile(SOURCE)
     result = pytester.run(sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider")
     found = [line.partition("::")[2] for line in result.outlines if "::" in line]

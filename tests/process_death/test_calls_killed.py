@@ -15,9 +15,9 @@ import aiote
 from aiote import service
 from aiote.service.endpoint import CallEndpoint
 from aiote.service.memory import LEND_BYTES
-from arrays_service import Numbered, Served, held
-from children import Child
-from engines import LOST_SOON, PATIENCE_S, opened, until
+from support.engines.opening import LOST_SOON, PATIENCE_S, opened, until
+from support.process.children import Child
+from support.service.arrays import Numbered, Served, held
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,16 @@ import anyio
 import pytest
 
 import aiote
-from engines import LOST_SOON, PATIENCE_S, each_provider, go_round, linked, opened, served_by_process, until
+from support.engines.opening import (
+    LOST_SOON,
+    PATIENCE_S,
+    each_provider,
+    go_round,
+    linked,
+    opened,
+    served_by_process,
+    until,
+)
 
 pytestmark = pytest.mark.libfabric
 

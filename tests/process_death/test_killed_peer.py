@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, go_round, opened, real_provider, served_by_process, served_on, until
+from support.engines.opening import PATIENCE_S, go_round, opened, real_provider, served_by_process, served_on, until
 
 pytestmark = pytest.mark.libfabric
 

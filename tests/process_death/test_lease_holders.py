@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_progress, opened, real_provider, until
-from machine import SLOWER
+from support.engines.opening import PATIENCE_S, each_progress, opened, real_provider, until
+from support.machine import SLOWER
 
 pytestmark = pytest.mark.libfabric
 

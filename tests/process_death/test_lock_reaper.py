@@ -31,7 +31,7 @@ import aiote
 from aiote.rails.lock_reaper import LOOKS, SCHEME, LockReaper
 from aiote.rails.stale_files import SHARED_MEMORY, mark
 from aiote_native.libfabric.spinlocks import SpinLock
-from engines import LOST_SOON, opened, served_on
+from support.engines.opening import LOST_SOON, opened, served_on
 
 pytestmark = pytest.mark.libfabric
 

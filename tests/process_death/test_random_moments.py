@@ -15,10 +15,10 @@ import anyio
 import pytest
 
 import aiote
-from children import Child
-from engines import LOST_SOON, opened, real_provider, served_on, until
-from machine import LONG, SLOWER
-from mix import ECHOED, Mix
+from support.engines.every_verb import ECHOED, Mix
+from support.engines.opening import LOST_SOON, opened, real_provider, served_on, until
+from support.machine import LONG, SLOWER
+from support.process.children import Child
 
 pytestmark = pytest.mark.libfabric
 

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from aiote.rails.stale_files import mark, remove_stale_files
-from engines import PATIENCE_S, opened, until
-from leftovers import shared_files
+from support.engines.opening import PATIENCE_S, opened, until
+from support.process.open_resources import shared_files
 
 pytestmark = pytest.mark.libfabric
 

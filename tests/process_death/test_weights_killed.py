@@ -13,9 +13,9 @@ from typing import Any
 import anyio
 import pytest
 
-from children import Child
-from engines import LOST_SOON, PATIENCE_S
-from machine import LONG
+from support.engines.opening import LOST_SOON, PATIENCE_S
+from support.machine import LONG
+from support.process.children import Child
 
 pytestmark = pytest.mark.blocking_allowed("starts processes, and no engine runs here")
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sysfs_trees
 from aiote.cli.doctor import as_dict, lines
 from aiote.cli.trial import PROVIDERS, Trial, tried
 from aiote.rails.contract import NEVER_RUN
 from aiote.rails.diagnosis import Finding, examine
 from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from aiote.rails.libfabric import CXI_LACKS
-from switch import Switch
+from support.network.guest_switch import Switch
+from support.rails import sysfs_trees
 
 GIB = 1 << 30
 ROUTED = GidFacts(2, "10.0.0.1")

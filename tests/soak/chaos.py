@@ -19,8 +19,8 @@ import aiote
 from aiote.core.descriptor import RailKey, RegionDescriptor
 from crew import GoneError, Member
 from findings import Findings
-from leftovers import shared_files
 from links import Heal, Links
+from support.process.open_resources import shared_files
 
 sys.path.append(str(Path(__file__).parents[1] / "malicious_peer"))
 

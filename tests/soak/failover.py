@@ -2,7 +2,7 @@
 
     python tests/soak/failover.py --schedules 1000000 --first 0 --processes 2
 
-Each is a `World` of tests/support/failover_world.py with its number for a seed, every fourth one in which much is
+Each is a `World` of tests/support/failover/world.py with its number for a seed, every fourth one in which much is
 forgotten and cancelled (failover_forgetful.py). Exit status: 0; 1 after a schedule
 that broke a promise, which is printed with its number; 2 where only the world itself failed (`findings.py`).
 `make test` plays the first few thousand.
@@ -18,11 +18,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
-from failover_forgetful import world_of
-from failover_parts import Broken
 from findings import FAILED_ITSELF, SHOWN, VIOLATED, of_aiote, status_of
+from support.failover.forgetful import world_of
+from support.failover.parts import Broken
 
 BATCH = 2000
 

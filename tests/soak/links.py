@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from namespaces import ENVIRONMENT, PATH
+from support.network.namespaces import ENVIRONMENT, PATH
 
 INSIDE = "AIOTE_SOAK_INSIDE"
 QUIETLY: dict[str, Any] = {"env": ENVIRONMENT, "capture_output": True, "text": True}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import aiote
-import standin_cuda
-from standin_cuda import GpuArray, adopted, launched, lender_of, synchronized
+from support.gpu import standin_cuda
+from support.gpu.standin_cuda import GpuArray, adopted, launched, lender_of, synchronized
 
 KINDS = ("host", "cuda")
 _devices = itertools.count()

@@ -16,11 +16,11 @@ import sys
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from connections import cut, data_connections
 from findings import FAILED_ITSELF, VIOLATED, of_aiote
-from traffic import Traffic, railed
+from support.engines.data_connections import cut, data_connections
+from support.engines.two_way_traffic import Traffic, railed
 
 LONGEST_PAUSE_S = 0.02
 

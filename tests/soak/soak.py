@@ -28,15 +28,15 @@ from typing import Any
 import aiote
 from aiote.rails import library_summary
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import places
 from chaos import HEARTBEATS, LOOPS, Chaos
 from findings import FAILED_ITSELF, Verdict, status_of
 from kvchaos import KvChaos
-from leftovers import SHARED_MEMORY, shared_files
 from links import SHARED, enter
-from standin_cuda import standin_path
+from support.gpu.standin_cuda import standin_path
+from support.process.open_resources import SHARED_MEMORY, shared_files
 
 BOUND_S = 2 * HEARTBEATS["heartbeat_timeout"] + HEARTBEATS["drain_timeout"] + 15
 """An await ends within the heartbeat timeout, the drain timeout, once more that for the last message, and a margin."""

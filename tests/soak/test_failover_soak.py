@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from machine import LONG
+from support.machine import LONG
 
 SCRIPT = Path(__file__).with_name("failover.py")
 SCHEDULES = 1_000_000 if LONG else 300

@@ -21,9 +21,9 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S
-from leftovers import SHARED_MEMORY
-from namespaces import PATH
+from support.engines.opening import PATIENCE_S
+from support.network.namespaces import PATH
+from support.process.open_resources import SHARED_MEMORY
 
 FOLDER = Path(__file__).parent
 VIOLATED, FAILED_ITSELF = 1, 2
@@ -157,7 +157,7 @@ def test_no_name_is_used_twice():
     """
     way = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-Urn"]
     done = subprocess.run(
-        [*way, sys.executable, "-P", "-c", textwrap.dedent(text), str(FOLDER), str(FOLDER.parent / "support")],
+        [*way, sys.executable, "-P", "-c", textwrap.dedent(text), str(FOLDER), str(FOLDER.parent)],
         env={**os.environ, "AIOTE_SOAK_INSIDE": "yes", "PATH": PATH},
         capture_output=True,
         text=True,

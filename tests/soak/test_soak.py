@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from machine import LONG
+from support.machine import LONG
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

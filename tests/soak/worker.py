@@ -26,13 +26,13 @@ import uvloop
 
 import aiote
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import places
 from findings import FAILED_ITSELF, Findings
 from kvlives import DecodeLife, PrefillLife, RegistryLife
-from leftovers import Baseline, resident_bytes
 from life import Life
+from support.process.open_resources import Baseline, resident_bytes
 from tasks import Tasks, tasks_of
 from watchdog import Watchdog
 

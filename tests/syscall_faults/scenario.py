@@ -24,11 +24,11 @@ import anyio
 
 import aiote
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
-from engines import opened
-from leaks import threads
-from leftovers import descriptors, idle_threads
+from support.engines.opening import opened
+from support.plugins.leaks import threads
+from support.process.open_resources import descriptors, idle_threads
 
 ERRORS = {
     "malloc": errno.ENOMEM,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled import shared_by_all
-from machine import LONG
+from support.checkout.compiled import shared_by_all
+from support.machine import LONG
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

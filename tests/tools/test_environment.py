@@ -13,10 +13,11 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import bench_peers
-import connectors
 import environment
 import torch_transports
 from environment import ROOT, exact
+
+import connectors
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import aiote
-from failing import ran_out
+from support.plugins.failure_reports import ran_out
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
@@ -19,6 +19,7 @@ from run_tests import Kind, Outcome, Run, concluded
 from test_again import MOST_UNSTEADY, judged
 from test_reports import Failure, Report, Verdict
 
+PLUGINS = "pytest_plugins = ['support.plugins.combinations', 'support.plugins.failure_reports']"
 LINT = Outcome("lint", True, "")
 SILENT = aiote.PeerLostError("192.0.2.1:5", "it has been silent for 3 s")
 DEAD = aiote.PeerLostError("192.0.2.1:5", "it has closed the connection")
@@ -166,11 +167,11 @@ def test_not_here(n):
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Run]:
     """Make a folder for tests, with the plugin that says what has failed, and a run over it."""
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "conftest.py").write_text("pytest_plugins = ['combinations', 'failing']")
+    (tmp_path / "tests" / "conftest.py").write_text(PLUGINS)
     for name, value in {"ROOT": tmp_path, "TESTS": tmp_path / "tests", "REPORTS": tmp_path / "reports"}.items():
         monkeypatch.setattr(run_tests, name, value)
     monkeypatch.setattr(run_tests, "linted", lambda: LINT)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     arguments = ("-p", "no:cacheprovider", "--combinations", "all", "--turn", "0")
     return tmp_path / "tests", Run({"newest": Kind(Path("/a/libfabric.so.1"), arguments)})
 

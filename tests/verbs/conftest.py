@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from switch import Switch, nics
+from support.network.guest_switch import Switch, nics
 
 
 @pytest.fixture

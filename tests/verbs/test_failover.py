@@ -8,10 +8,10 @@ import pytest
 
 import aiote
 from aiote import service
-from arrays_service import Served, check, use
-from engines import PATIENCE_S, across, until
-from switch import SOONER, over_switch
-from traffic import IMM, Traffic
+from support.engines.opening import PATIENCE_S, across, until
+from support.engines.two_way_traffic import IMM, Traffic
+from support.network.guest_switch import SOONER, over_switch
+from support.service.arrays import Served, check, use
 
 pytestmark = [
     pytest.mark.needs_rdma,

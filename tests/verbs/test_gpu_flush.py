@@ -14,9 +14,9 @@ import pytest
 import aiote
 from aiote_native.cuda.driver import load
 from aiote_native.cuda.flushing import needs_flush
-from engines import across, until
-from standin_cuda import GpuArray, broken, driver, standin_path
-from switch import over_switch
+from support.engines.opening import across, until
+from support.gpu.standin_cuda import GpuArray, broken, driver, standin_path
+from support.network.guest_switch import over_switch
 
 pytestmark = pytest.mark.needs_rdma
 

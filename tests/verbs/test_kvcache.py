@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engines import LOST_SOON, until
-from kv_worlds import served_while, world
-from mapped_caches import Model, Side
+from support.engines.opening import LOST_SOON, until
+from support.kv.caches import Model, Side
+from support.kv.worlds import served_while, world
 
 pytestmark = [
     pytest.mark.needs_rdma,

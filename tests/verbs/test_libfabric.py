@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aiote
-from rail_pair import Kind, Pair, filled, opened
+from support.rails.rail_pair import Kind, Pair, filled, opened
 
 pytestmark = [
     pytest.mark.needs_rdma,

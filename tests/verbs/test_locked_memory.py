@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines import ports, run_script
+from support.engines.opening import ports, run_script
 
 pytestmark = [pytest.mark.needs_rdma, pytest.mark.blocking_allowed("runs a process, and no engine of its own")]
 NOBODY = 65534

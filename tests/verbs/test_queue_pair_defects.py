@@ -9,9 +9,9 @@ import pytest
 
 import aiote
 from aiote.rails import rail_set
-from engines import PATIENCE_S, across, opened, until
-from idleness import assert_idle
-from switch import SOONER, nics, over_switch
+from support.engines.opening import PATIENCE_S, across, opened, until
+from support.network.guest_switch import SOONER, nics, over_switch
+from support.process.idleness import assert_idle
 
 pytestmark = [
     pytest.mark.needs_rdma,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import aiote
-from engines import PATIENCE_S, across
-from switch import over_switch
+from support.engines.opening import PATIENCE_S, across
+from support.network.guest_switch import over_switch
 
 pytestmark = [
     pytest.mark.needs_rdma,

@@ -9,8 +9,8 @@ import pytest
 
 import aiote
 from aiote.weights import Controller, Layout, Replicate, Shard, serve_source, serve_target
-from engines import until
-from switch import over_switch
+from support.engines.opening import until
+from support.network.guest_switch import over_switch
 
 pytestmark = [
     pytest.mark.needs_rdma,

@@ -25,9 +25,9 @@ from aiote.weights.protocol import (
     layout_of,
     packed_layout,
 )
-from claims import WRONG, claimed
-from engines import opened
-from machine import LONG
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import opened
+from support.machine import LONG
 
 # What is tried is the same on every loop.
 pytestmark = [pytest.mark.anyio] if LONG else []
