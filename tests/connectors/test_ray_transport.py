@@ -1,6 +1,6 @@
 """aiote.connectors.ray without Ray and torch: what it does with what Ray asks, over a real engine.
 
-Stand-ins have what the connector uses of the two; the real ones are in tests/hosts.
+Stand-ins have what the connector uses of the two; the real ones are in programs/hosts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """aiote.connectors.torch without torch: over a real engine, with stand-ins for what it uses of torch.
 
-The real one is in tests/hosts.
+The real one is in programs/hosts.
 """
 
 from __future__ import annotations

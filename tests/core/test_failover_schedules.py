@@ -1,6 +1,6 @@
 """Failover under thousands of schedules, and the proof that they would notice what is wrong.
 
-`tests/soak/failover.py` plays a million of them. A failing schedule is repeated by `world_of(seed).run()`.
+`programs/soak/failover_schedules.py` plays a million of them. A failing schedule is repeated by `world_of(seed).run()`.
 """
 
 from __future__ import annotations

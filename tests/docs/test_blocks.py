@@ -28,6 +28,7 @@ from aiote.discovery.wire import decode_member
 from aiote.kvcache import BlockingConsumer, Cache, Consumer, Group, PageRow, Producer, Worker
 from aiote.moe import MoeConfig
 from aiote.weights import Layout, Recipe, Replicate, Shard, cat
+from support import TESTS
 from support.checkout.page_blocks import DOCS, block, blocks, parts, replaced, run
 from support.engines.fan_out import star
 from support.engines.opening import PATIENCE_S, across, linked, opened, until
@@ -38,10 +39,9 @@ from support.moe.ranks import Tokens, all_of, expert, reference
 from support.moe.ranks import compute as moe_compute
 from support.moe.ranks import ranks as moe_ranks
 
-TESTS = DOCS.parent / "tests"
 OF_THEIR_PAGES = {
     "bridge": "bridge/test_page.py",
-    "connectors": "hosts/vllm_serve_host.py",
+    "connectors": "../programs/hosts/vllm_serve_host.py",
     "security": "links/test_tls.py",
     "testing": "testing/test_page.py",
     "tutorial": "docs/test_tutorial.py",

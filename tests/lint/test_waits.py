@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from support import ROOT, TESTS
 from support.checkout.waits import FoundWait, Waits
 
-TESTS = Path(__file__).parents[1]
 RIGHT = tomllib.loads(Path(__file__).with_name("waits.toml").read_text())
 MOST = 50
 """A list that grows is a habit, not an exception."""
@@ -21,8 +21,8 @@ MOST = 50
 
 @pytest.fixture(scope="module")
 def waits() -> list[FoundWait]:
-    """The places in the tests, which take seconds to be found."""
-    return Waits(TESTS).found()
+    """The places in the tests and their programs, which take seconds to be found."""
+    return Waits(TESTS, ROOT / "programs").found()
 
 
 def found(folder: Path) -> list[str]:
@@ -31,7 +31,7 @@ def found(folder: Path) -> list[str]:
 
 def test_waits_are_for_conditions(waits):
     reasons = {f"{file}::{where}" for file, places in RIGHT.items() for where in places}
-    wrong = [f"tests/{one.file}:{one.line}: {one.what}" for one in waits if one.key not in reasons]
+    wrong = [f"{one.file}:{one.line}: {one.what}" for one in waits if one.key not in reasons]
     assert not wrong, "wait for a condition, or say in waits.toml why not:\n" + "\n".join(wrong)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support import ROOT
 from support.machine import LONG
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
-SCRIPT = Path(__file__).with_name("hostile.py")
+SCRIPT = ROOT / "programs" / "malicious_peer" / "attack.py"
 SECONDS = "60" if LONG else "4"
 PATIENCE_S = 170
 
@@ -73,13 +73,13 @@ def test_a_broken_promise_is_told_with_what_repeats_it():
         import sys
         sys.argv[1:] = ["--what", "socket", "--seconds", "20", "--seed", "1"]
         sys.path.insert(0, FOLDER)
-        import hostile, victim
+        import attack, victim
         victim.GROWTH_BYTES = -1
-        sys.exit(hostile.main())
+        sys.exit(attack.main())
     """.replace("FOLDER", repr(str(SCRIPT.parent)))
     lines = "\n".join(line.strip() for line in text.splitlines())
     done = subprocess.run([sys.executable, "-P", "-c", lines], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BROKEN: resident memory has grown" in done.stdout
-    assert "again: python tests/malicious_peer/hostile.py --what socket --seed 1 --case" in done.stdout
+    assert "again: python programs/malicious_peer/attack.py --what socket --seed 1 --case" in done.stdout
     assert "Traceback" not in done.stderr

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from support import ROOT
 from support.checkout.compiled import shared_by_all
 from support.machine import LONG
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
-FOLDER = Path(__file__).parent
+FOLDER = ROOT / "programs" / "syscall_faults"
 MOST = "1000" if LONG else "6"
 """Places of each function that are tried; of many calls the first ones, and others drawn."""
 PATIENCE_S = 900 if LONG else 170
@@ -58,7 +59,7 @@ def test_an_error_that_nobody_expected_is_found(injector, tmp_path):
     )
     program = tmp_path / "syscall_faults" / "scenario.py"
     program.parent.mkdir()
-    program.write_text(planted.replace("Path(__file__).parents[1]", f"Path({str(FOLDER.parent)!r})"))
+    program.write_text(planted.replace("Path(__file__).parents[2]", f"Path({str(ROOT)!r})"))
     done = subprocess.run(
         [sys.executable, program, injector, "--provider", "socket", "--most", "2", "--only", "eventfd"],
         env={**os.environ, "LD_PRELOAD": str(injector)},

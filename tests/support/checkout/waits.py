@@ -152,11 +152,13 @@ def texts(source: Source) -> Iterator[Source]:
 
 
 class Waits:
-    """All files below a folder, which call and import one another."""
+    """All files below some folders, which call and import one another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, *folders: Path) -> None:
         self.sources = [
-            Source(str(path.relative_to(folder)), ast.parse(path.read_text())) for path in sorted(folder.rglob("*.py"))
+            Source(str(path.relative_to(folder)), ast.parse(path.read_text()))
+            for folder in folders
+            for path in sorted(folder.rglob("*.py"))
         ]
         # By the dotted names by which tests import helpers, and by the bare ones by which programs import one another.
         self.modules = {Path(source.file).stem: source for source in self.sources}
