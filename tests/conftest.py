@@ -3,7 +3,7 @@
 The plugins lie in `tests/support/plugins`: `blocking` fails a test that blocks its loop, `leaks` one that leaves
 descriptors or threads behind, `loops` chooses the loop, `not_run` ends the run with what was skipped, `guest_cases`
 leaves out cases in the guest, `combinations` those of `make test-all`, `failure_reports` ends a failed run with what
-failed. `engines.opening` and `process.children` bring fixtures.
+failed. `engines.opening`, `network.guest_switch` and `process.children` bring fixtures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if "RDMA_VM" in os.environ:
 
 PLUGINS = ("blocking", "leaks", "loops", "not_run", "guest_cases", "combinations", "failure_reports")
 pytest_plugins = [f"support.plugins.{name}" for name in PLUGINS]
-pytest_plugins += ["support.engines.opening", "support.process.children", "pytester"]
+pytest_plugins += ["support.engines.opening", "support.network.guest_switch", "support.process.children", "pytester"]
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,6 @@ import pytest
 import aiote
 from aiote import bridge as bridges
 from support.engines.opening import LOST_SOON, PATIENCE_S, real_provider, served_by_process
-from support.process.children import Child
 from support.service.bridges import bridge_to, memory_elsewhere, write_to
 
 pytestmark = pytest.mark.libfabric
@@ -178,13 +177,6 @@ def test_writes_of_many_threads_at_a_time_all_arrive(provider, bridge, other):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(64)))
     assert np.array_equal(there, data)
-
-
-@pytest.fixture
-def child():
-    child = Child()
-    yield child
-    child.end()
 
 
 @served_by_process

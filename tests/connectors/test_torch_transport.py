@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,21 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.connectors.tensors import tensor
-from support.connectors.torch_stand_in import SIZE, Pair, connector, paired, registered
+from support.connectors.torch_stand_in import SIZE, registered
 from support.engines.opening import PATIENCE_S
 from support.service.bridges import Stubborn, aside, drop
-
-
-@pytest.fixture(scope="module")
-def torch() -> Iterator[Any]:
-    with connector() as module:
-        yield module
-
-
-@pytest.fixture
-def pair(torch) -> Iterator[Pair]:
-    with paired(torch) as made:
-        yield made
 
 
 def test_bytes_go_to_the_peer_and_come_from_it(pair):

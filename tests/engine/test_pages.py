@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 
 import aiote
-from support.engines.opening import PATIENCE_S, across, each_memory, each_progress, each_provider, linked, pair, until
+from support.engines.opening import (
+    PATIENCE_S,
+    across,
+    each_memory,
+    each_progress,
+    each_provider,
+    linked,
+    noise,
+    pair,
+    until,
+)
 
 pytestmark = pytest.mark.libfabric
 
 PAGE = 256
-
-
-def noise(size: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 def copied(

@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from support.engines.opening import PATIENCE_S, across, each_memory, each_progress, each_provider, opened, until
+from support.engines.opening import PATIENCE_S, across, each_memory, each_progress, each_provider, noise, opened, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -25,10 +25,6 @@ async def star(provider: str, points: int, **settings) -> AsyncIterator[tuple[ai
         hub = await stack.enter_async_context(opened(provider, **settings))
         others = [await stack.enter_async_context(opened(provider, **settings)) for _ in range(points)]
         yield hub, others
-
-
-def noise(size: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 @pytest.mark.anyio

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import aiote
-from support.engines.opening import across, each_progress, each_provider, linked, opened, pair, until
+from support.engines.opening import across, each_progress, each_provider, linked, noise, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -24,10 +24,6 @@ SIZES = [
     50 * LARGEST + 7,
 ]
 """Up to 16 stripes carry the immediate; beyond that a part goes first without."""
-
-
-def noise(size: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 async def check(left: aiote.Engine, right: aiote.Engine, size: int) -> int:

@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 
 import aiote
-from support.engines.opening import across, each_memory, each_progress, each_provider, go_round, linked, opened, pair
+from support.engines.opening import (
+    across,
+    each_memory,
+    each_progress,
+    each_provider,
+    go_round,
+    linked,
+    noise,
+    opened,
+    pair,
+)
 
 pytestmark = pytest.mark.libfabric
 
 SIZES = [1, 7, 4096, 65537, 3_000_001]
-
-
-def noise(size: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 @pytest.mark.anyio

@@ -18,23 +18,12 @@ from aiote_native.streams.sockets import parse
 from support import TESTS
 from support.checkout.compiled import preloaded, shared
 from support.engines.opening import run_script
-from support.rails.rail_pair import Kind, Pair, Rails, Side, filled, opened
+from support.rails.rail_pair import Kind, Pair, filled, opened
 from support.rails.raw_ring import HEADER, RING_BYTES, WRITE, Frame, raw_ring, write
 
 IMM = 0x123
 MAX_PARTS = 32
 PUSH_BUDGET = 2 << 20
-
-
-@pytest.fixture
-def rails() -> Iterator[Rails]:
-    with opened(Kind("local")) as rails:
-        yield rails
-
-
-@pytest.fixture
-def side(rails: Rails) -> Side:
-    return rails.side()
 
 
 def test_a_flood_of_refused_writes_is_bounded(rails, side):

@@ -40,11 +40,6 @@ def rails() -> Iterator[Rails]:
         yield rails
 
 
-@pytest.fixture
-def side(rails: Rails) -> Side:
-    return rails.side()
-
-
 def is_broken(side: Side, ring: RawRing, *said: Frame) -> bool:
     ring.say(b"".join(frame.encode() for frame in said))
     for _ in range(50):

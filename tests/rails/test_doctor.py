@@ -20,7 +20,6 @@ from aiote.rails.contract import NEVER_RUN
 from aiote.rails.diagnosis import Finding, examine
 from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from aiote.rails.libfabric import CXI_LACKS
-from support.network.guest_switch import Switch
 from support.rails import sysfs_trees
 
 GIB = 1 << 30
@@ -378,13 +377,6 @@ def until_wrong(name: str, count: int) -> list[Finding]:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
     return found
-
-
-@pytest.fixture
-def switch() -> Iterator[Switch]:
-    switch = Switch()
-    yield switch
-    switch.mend()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import aiote
@@ -129,6 +130,11 @@ async def linked(
     async with pair(provider, rails, **settings) as (left, right):
         await left.connect(right.address)
         yield left, right
+
+
+def noise(size: int, seed: int = 1) -> np.ndarray:
+    """Return bytes that are drawn."""
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 def across(user: aiote.Engine, owner: aiote.Engine, memory: Any) -> aiote.RemoteRegion:

@@ -126,7 +126,21 @@ class DeviceArray:
         return DeviceArray(self.memory.view(dtype))
 
 
-class EmulatedGpu:
+class Arrays:
+    """The arrays of a GPU that is none."""
+
+    def array(self, source: Any) -> DeviceArray:
+        """Return an array of the GPU's."""
+        return DeviceArray(np.array(source))
+
+    def zeros(self, length: int, dtype: type[Any]) -> Any:
+        return DeviceArray(aligned(length, dtype))
+
+    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
+        return aligned(length, dtype)
+
+
+class EmulatedGpu(Arrays):
     """A GPU that runs kernels one after another, when it comes to that: in a thread, behind whoever has launched them.
 
     `hold` keeps it from running any, as other work on the stream does.
@@ -166,16 +180,6 @@ class EmulatedGpu:
 
     def go_on(self) -> None:
         self._going.set()
-
-    def array(self, source: Any) -> DeviceArray:
-        """Return an array of the GPU's."""
-        return DeviceArray(np.array(source))
-
-    def zeros(self, length: int, dtype: type[Any]) -> Any:
-        return DeviceArray(aligned(length, dtype))
-
-    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
-        return aligned(length, dtype)
 
     def fetch(self, array: Any) -> NDArray[Any]:
         self._launched.join()

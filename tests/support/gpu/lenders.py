@@ -5,25 +5,11 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from support.gpu.dlpack import DLTensor
 from support.gpu.standin_cuda import GpuArray
 
 CUDA = 2
 READ_ONLY = 1
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
 
 
 class DLManagedTensor(ctypes.Structure):

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote.moe.posting import Posting
-from support.gpu.emulation import DeviceArray, Emulation, aligned
+from support.gpu.emulation import Arrays, Emulation
 
 PAUSES_S = (0.0, 0.0, 1e-6, 1e-5, 1e-4)
 
 
-class VirtualGpu:
+class VirtualGpu(Arrays):
     """A launcher of `aiote.moe.device`."""
 
     interface = "__cuda_array_interface__"
@@ -39,16 +39,6 @@ class VirtualGpu:
         self.engines: list[aiote.Engine] = []
         """Whose ranks it computes for."""
         self.failure: BaseException | None = None
-
-    def array(self, source: Any) -> DeviceArray:
-        """Return an array of the GPU's."""
-        return DeviceArray(np.array(source))
-
-    def zeros(self, length: int, dtype: type[Any]) -> Any:
-        return DeviceArray(aligned(length, dtype))
-
-    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
-        return aligned(length, dtype)
 
     def fetch(self, array: Any) -> NDArray[Any]:
         """Return a copy; what was launched before has run. Within a callback of the stream, as it is there."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import anyio
+import pytest
 
 import aiote
 from aiote.rails.ports import read_ports
@@ -66,3 +67,11 @@ async def over_switch(rails: int, **settings) -> AsyncIterator[tuple[aiote.Engin
             events: list[aiote.Event] = []
             left.listen_events(events.append)
             yield left, right, events
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    """Put right afterwards what a test has done to the switch."""
+    switch = Switch()
+    yield switch
+    switch.mend()

@@ -16,6 +16,14 @@ PATIENCE_S = 60.0  # a guard against hangs only
 RUN = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
 
 
+def alive(pid: int) -> bool:
+    """Tell whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Program:
     """An example that runs. Its output goes to files, so that it never waits for its reader."""
 

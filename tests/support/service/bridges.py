@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import queue
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -174,3 +176,14 @@ def call_and_leave(results: Any) -> None:
     bridge = bridges.acquire("local")
     bridge.submit(asyncio.sleep(1e6))
     results.put(bridge.call(value(4)))
+
+
+def press_ctrl_c(bridge: bridges.Bridge, work: Stubborn, times: int) -> None:
+    """Press it, in a thread, so often while the work is under way; then let the work end."""
+    work.until(work.begun)
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+        work.until(work.cancelled)
+        # Slower than the handling of the last one: which is a step of Python, and can be interrupted as any other.
+        bridge.call(value(0, turns=100))
+    work.may_end.set()
