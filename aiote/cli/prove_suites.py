@@ -26,6 +26,7 @@ SUITES = {
 GPU_SUITE = "gpu-suite"
 PROVED = "PROVE_OVER"
 """The variable by which the tests add a provider to their parameters that most machines lack."""
+QUIET = ("-q", "-p", "no:cacheprovider")
 NO_TESTS = 5  # pytest's status
 BENCHED = {"write": "64K,1M", "read": "64K", "latency": "8", "pages": "4K"}
 OVER = "stopped, because the time of this run was over; --full gives more"
@@ -52,16 +53,7 @@ def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more:
         )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "support.plugins.proving",
-            f"--junit-xml={report}",
-            "--combinations",
-            "tests",
-        ]
+        options = [*QUIET, "-p", "support.plugins.proving", f"--junit-xml={report}", "--combinations", "tests"]
         chosen = [*options, "-W", untried, *about, *more]
         command = [sys.executable, "-P", "-m", "pytest", *chosen, *folders]
         started = time.monotonic()

@@ -84,7 +84,7 @@ def test_a_violation_stands_whatever_became_of_other_turns(module, turns, status
 
 
 def test_a_rail_s_run_and_a_schedule_tell_them_apart(module, monkeypatch):
-    rails, failover = module("rails"), module("failover")
+    rails, failover = module("cut_rails"), module("failover_schedules")
     assert rails.status_of(AssertionError("3 counts of 2")) == rails.status_of(TimeoutError()) == VIOLATED
     assert rails.status_of(OSError("no connection to cut")) == FAILED_ITSELF
     for error, status in ((failover.Broken("a byte landed late"), VIOLATED), (KeyError("x"), FAILED_ITSELF)):
