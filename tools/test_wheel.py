@@ -34,6 +34,7 @@ FOLDERS = (
     "links",
     "native",
     "rails",
+    "reference",
     "service",
     "support",
 )

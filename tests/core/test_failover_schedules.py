@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from aiote.core import failover, recovery
+from aiote.core import failover
 from aiote.core.control import ControlError
-from aiote.core.failover import ChannelState, ChannelStates, Reconcile, Verdict
-from aiote.core.recovery import Post, Recovery, Stage, TrackedWork
+from aiote.core.failover import ChannelState, ChannelStates, Reconcile
+from reference import recovery
+from reference.channel_counts import Verdict
+from reference.recovery import Post, Recovery, Stage, TrackedWork
 from support.failover.forgetful import ForgetfulWorld, world_of
 from support.failover.parts import FAULTS, Broken
 from support.failover.world import World

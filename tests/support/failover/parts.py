@@ -6,10 +6,11 @@ import random
 from collections import Counter, deque
 
 from aiote.core.control import Role
-from aiote.core.failover import Account, ChannelCounts, ChannelStates
-from aiote.core.imm_counters import ImmCounters
-from aiote.core.recovery import MessageNumbers, Post, TrackedWork
+from aiote.core.failover import Account, ChannelStates
 from aiote.core.striping import decode_immediate
+from reference.channel_counts import ChannelCounts
+from reference.imm_counters import ImmCounters
+from reference.recovery import MessageNumbers, Post, TrackedWork
 
 FAULTS = {
     "arrivals as of the own shut": "the peer says",

@@ -1,7 +1,7 @@
 """Two engines whose channels die, in memory and driven by a seed: one `World` is one schedule.
 
-The two sides run `core.failover` and `core.recovery` as an engine would. The world plays the rest, as badly as it is
-allowed to: posts move in any order, in steps (some of the bytes, all of them, the immediate in the completion queue,
+The two sides run `core.failover` and `reference.recovery` as an engine would. The world plays the rest, as badly as it
+is allowed to: posts move in any order, in steps (some of the bytes, all of them, the immediate in the completion queue,
 the completion in the sender's); bytes and immediates move until the *target's* endpoint is shut, whatever the sender
 did; queues and control messages are read whenever it likes; channels die or are only believed dead, on either side or
 on both, also while others recover and while they come back; transfers are cancelled at any time. Some providers forget:
@@ -34,8 +34,8 @@ from aiote.core.failover import (
     SendRailDown,
     Shut,
 )
-from aiote.core.recovery import Post, Recovery, cancel, resolved, take_over
 from aiote.core.striping import encode_immediate
+from reference.recovery import Post, Recovery, cancel, resolved, take_over
 from support.failover.parts import (
     Broken,
     Flight,

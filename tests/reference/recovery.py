@@ -46,7 +46,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from .failover import Account, FailoverError, Received, reconcile
+from aiote.core.failover import Account, FailoverError, Received
+from reference.channel_counts import reconcile
 
 __all__ = [
     "GAPS_LIMIT",
