@@ -50,15 +50,15 @@ durations:  ## record how long each file took in the last make test, by which th
 
 soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm --memory cuda"
 	@$(READY) dev --install
-	$(BIN)/python tests/soak/soak.py $(ARGS)
+	$(BIN)/python programs/soak/soak.py $(ARGS)
 
 soak-kvcache: system  ## the same of a KV cache's cluster: every page is checked; same ARGS
 	@$(READY) dev --install
-	$(BIN)/python tests/soak/soak.py --what kvcache $(ARGS)
+	$(BIN)/python programs/soak/soak.py --what kvcache $(ARGS)
 
 soak-rails: system  ## cut rails in mid-transfer a thousand times; ARGS="--runs N --first SEED"
 	@$(READY) dev --install
-	$(BIN)/python tests/soak/rails.py $(ARGS)
+	$(BIN)/python programs/soak/cut_rails.py $(ARGS)
 
 # Another program that takes the same options may stand here.
 GUEST ?= "$(PYTHON)" tools/guest
@@ -85,7 +85,7 @@ bench-rails: test-system  ## measure several rails with a rate limit each, and t
 
 hostile: system  ## attack an engine by peers that have its key; ARGS="--seconds 1200 --seed S --loop trio"
 	@$(READY) dev --install
-	$(BIN)/python tests/hostile/hostile.py --pauses $(ARGS)
+	$(BIN)/python programs/malicious_peer/attack.py --pauses $(ARGS)
 
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install
@@ -212,7 +212,7 @@ test-system:  # what only tests need, too
 
 clean:  ## remove what was built and what tools cached
 	rm -rf build dist docs/_build docs/_generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find aiote aiote_native tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find aiote aiote_native programs tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove the environment as well
 	rm -rf "$(VENV)"

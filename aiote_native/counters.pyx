@@ -7,7 +7,7 @@ asks are kept, and counters that are not needed take no room. A counter knows th
 when the table is full, the engine finds the peer that filled it (`table_greediest`). The caller holds the engine's lock
 around every function here.
 
-The plain Python reference is `aiote.core.imm_counters`.
+The plain Python reference is `tests/reference/imm_counters.py`.
 """
 
 from cpython.object cimport PyObject

@@ -2,8 +2,7 @@
 
 The sender tallies the counted work requests that have ended well, the receiver tallies those that came, each by all 32
 bits of the immediate. When a channel is lost, the difference of the two tells how many of the requests that never ended
-did arrive. `aiote.core.failover` explains the protocol, and why the tables stay small; its `ChannelCounts` is the plain
-reference.
+did arrive. `tests/reference/channel_counts.py` explains why the tables stay small; it is the plain reference.
 """
 
 from libc.errno cimport ENOMEM, ENOSPC

@@ -10,10 +10,10 @@ import argparse
 import asyncio
 
 import numpy
-from service import WIDTH, Embed
 
 import aiote
 from aiote import service
+from service import WIDTH, Embed
 
 
 async def main(args: argparse.Namespace) -> None:

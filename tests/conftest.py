@@ -1,9 +1,9 @@
 """How the tests run.
 
-The plugins lie in `tests/support`, from where tests import helpers by module name: `blocking` fails a test that
-blocks its loop, `leaks` one that leaves descriptors or threads behind, `loops` chooses the loop, `not_run` ends the run
-with what was skipped, `sparing` leaves out cases in the guest, `combinations` those of `make test-all`, `failing` ends
-a failed run with what failed.
+The plugins lie in `tests/support/plugins`: `blocking` fails a test that blocks its loop, `leaks` one that leaves
+descriptors or threads behind, `loops` chooses the loop, `not_run` ends the run with what was skipped, `guest_cases`
+leaves out cases in the guest, `combinations` those of `make test-all`, `failure_reports` ends a failed run with what
+failed. `engines.opening`, `network.guest_switch` and `process.children` bring fixtures.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from pathlib import Path
 
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 import pytest
 from hypothesis import HealthCheck, settings
 
 # Helpers assert, too: what a failed one says is then as much as a test does.
-pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
+pytest.register_assert_rewrite("support")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is in what a script starts in the background, and every child would inherit it: Ctrl-C is tested, too.
@@ -31,7 +30,9 @@ if "RDMA_VM" in os.environ:
     # Before libfabric is opened: its queues for the default of 256 peers are larger than a soft device's may be.
     os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
 
-pytest_plugins = ["blocking", "leaks", "loops", "not_run", "sparing", "combinations", "failing", "engines", "pytester"]
+PLUGINS = ("blocking", "leaks", "loops", "not_run", "guest_cases", "combinations", "failure_reports")
+pytest_plugins = [f"support.plugins.{name}" for name in PLUGINS]
+pytest_plugins += ["support.engines.opening", "support.network.guest_switch", "support.process.children", "pytester"]
 
 
 def pytest_collection_finish() -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import anyio
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from children import Child
-from namespaces import Network, end_of
+from support.network.namespaces import Network, end_of
+from support.process.children import Child
 
 SIZE = 32 << 20
 PIECE = 1 << 20

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs" / "hosts"))
 
 from vllm_models import write_model
 from vllm_sides import Side, prompt, transfer_config

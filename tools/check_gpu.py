@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SUPPORT = ROOT / "tests" / "support"
+TESTS = ROOT / "tests"
 PYTHON = (sys.executable, "-P")
 PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-rfE", "--maxfail=8")
-ENGINE = "tests/engine/test_engine_"
+ENGINE = "tests/engine/test_"
 AT_ONCE = 5
 EXAMPLES = ("kvcache", "weights", "moe")
 SHOWN = 40
@@ -79,7 +79,7 @@ def memcheck() -> tuple[str, ...]:
 def promises() -> list[Part]:
     """Return what has to hold, in the order of docs/gpu.md."""
     on_gpu = {"AIOTE_TESTS_ON_GPU": "1"}
-    suites = ("gpu", "gpu_values", "gpu_sharing", "gpu_segments", "streams_of_gpus", "lenders")
+    suites = ("gpu_memory", "gpu_values", "gpu_sharing", "gpu_segments", "gpu_streams", "gpu_lenders")
     return [
         Part("contract", "the contract suite", tests("tests/rails", "-k", "gpu"), 150, environment=on_gpu),
         *(
@@ -205,8 +205,8 @@ def main() -> int:
         return 2
     standin = ""
     if chosen.standin:
-        sys.path.insert(0, str(SUPPORT))
-        import standin_cuda
+        sys.path.insert(0, str(TESTS))
+        from support.gpu import standin_cuda
 
         standin = standin_cuda.standin_path()
     logs = chosen.logs or Path(tempfile.mkdtemp(prefix="aiote-gpu-"))

@@ -23,9 +23,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests" / "support"))
+sys.path.append(str(ROOT / "tests"))
 
-from browser import Browser  # noqa: E402
+from support.checkout.browser import Browser  # noqa: E402
 
 SOUGHT = "write_imm"
 WIDTHS = {"wide": 1280, "narrow": 400}

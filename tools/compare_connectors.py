@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import connectors
 import measured
 from environment import ROOT, exact, say
+
+import connectors
 
 FOLDER = ROOT / ".venv-compared"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")

@@ -1,6 +1,6 @@
 """Test the connectors in their hosts: an environment for each, with pinned versions and this checkout, then its tests.
 
-`tests/hosts/NAME.txt` is what an environment has, all of it, so that it is the same everywhere and next year; the
+`programs/hosts/NAME.txt` is what an environment has, all of it, so that it is the same everywhere and next year; the
 simulated part of connectors is in `make test`. The environment of verl has torch and Ray: tests that need one of these
 run there, too, as "marked". Names choose some of them; what follows `--` goes to pytest.
 """
@@ -24,7 +24,7 @@ MARKS = ("needs_torch", "needs_ray")
 LIBRARIES = "verl"
 """The host in whose environment the marked tests run."""
 FOLDER = ROOT / ".venv-hosts"
-TESTS = ROOT / "tests" / "hosts"
+TESTS = ROOT / "programs" / "hosts"
 WHEELS = ROOT / "build" / "wheels"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 

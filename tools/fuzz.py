@@ -1,8 +1,9 @@
 """Fuzz what interprets bytes from outside, guided by coverage, with atheris: `make fuzz`.
 
-Each target (`tests/support/fuzz_targets.py`) runs in a process of its own, in turn, for its share of the time, from the
-corpus in `tests/fuzz/corpus` and from what earlier runs found under `build/fuzz`. An input that breaks an invariant is
-kept in `tests/fuzz/crashes`, where every later test run meets it again; the exit status is then 1.
+Each target (`tests/support/fuzz/targets.py`) runs in a process of its own, in turn, for its share of the time, from the
+corpus in `tests/malformed_bytes/corpus` and from what earlier runs found under `build/fuzz`. An input that breaks an
+invariant is kept in `tests/malformed_bytes/crashes`, where every later test run meets it again; the exit status is
+then 1.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ FOUND = ROOT / "build" / "fuzz"
 INPUT_S = 10
 MEMORY_MB = 512
 
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 
 def write_seeds() -> None:
     """Make the corpus anew from real frames."""
-    from fuzz_seeds import seeds
+    from support.fuzz.seeds import seeds
 
     for target, inputs in seeds().items():
         folder = CORPUS / target
@@ -41,7 +42,7 @@ def fuzz(target: str, options: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["aiote.core", "aiote.kvcache", "aiote.service"]):
-        from fuzz_targets import TARGETS
+        from support.fuzz.targets import TARGETS
     atheris.Setup([target, *options], TARGETS[target])
     atheris.Fuzz()
 
@@ -83,7 +84,7 @@ def main() -> int:
         return 0
     if arguments.become:
         fuzz(arguments.become, arguments.libfuzzer)
-    from fuzz_targets import SHARES
+    from support.fuzz.targets import SHARES
 
     targets = arguments.target or list(SHARES)
     if unknown := set(targets) - set(SHARES):

@@ -27,7 +27,7 @@ TABLE = ROOT / "tests" / "mutants" / "mechanisms.toml"
 WORK = ROOT / "build" / "mutants"
 # What is compiled, and what meson asks for the version: without a checkout's tags, that is the changelog's.
 COPIED = ("aiote", "aiote_native", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
-COPIED += ("tools/version.py",)
+COPIED += ("tests/reference", "tools/version.py")
 # An editable install finds its packages before any path does, in whatever process: not so where the copy is meant.
 FORGET_EDITABLE = """\
 import sys
@@ -117,6 +117,7 @@ def run(tests: list[str], library: str, lenient: str = "") -> tuple[int | None, 
         "-p",
         "no:cacheprovider",
         f"--timeout={TEST_S}",
+        f"--override-ini=pythonpath={WORK / 'source' / 'tests'} tests",  # the references of the copy come first
         *tests,
     ]
     # What `make test` leaves out must not be what notices.

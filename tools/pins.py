@@ -19,7 +19,7 @@ import pythons
 from environment import EXTRAS, PINS, TORCH_CPU, exact, requirements
 
 # The connectors are tested with this release, and its wheels without CUDA come from an index of their own. To raise it
-# is a change of its own: here and in tests/hosts.
+# is a change of its own: here and in programs/hosts.
 HELD = {"torch": "2.13.0"}
 FIRST = "dev"
 """The group that must be resolved; what `make test` needs."""

@@ -6,9 +6,9 @@ files of all three are one queue (test_queue.py) over a few lanes more than ther
 is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
-(tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
-each mechanism. `make docs` builds and checks the site once a lane is free, unless arguments for pytest are given.
-`--check` is for between two commits: lint, types, and quick tests that need no libfabric.
+(tests/support/plugins/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and
+takes out each mechanism. `make docs` builds and checks the site once a lane is free, unless arguments for pytest are
+given. `--check` is for between two commits: lint, types, and quick tests that need no libfabric.
 
 A test that waited in vain runs again when all is over, alone (test_again.py); `--all` repeats nothing. A missing
 library is a failure. `--lanes N` sets the number of lanes. Other arguments are handed to pytest, and paths among them
@@ -46,7 +46,7 @@ NEEDS_GUEST = "needs_rdma or needs_netem"
 GUEST_LIMITS = ("AIOTE_HEARTBEAT_TIMEOUT=15", "AIOTE_CONNECT_TIMEOUT=30", "AIOTE_DRAIN_TIMEOUT=10")
 # With the system's library and in the guest, `make test` runs the tests of engines and rails. `tests/verbs` has some of
 # services. `make test-all` runs all tests there.
-OF_ENGINES = ["bridge", "control", "engine", "failure", "native", "rails", "verbs"]
+OF_ENGINES = ["aio", "bridge", "engine", "link_loss", "links", "native", "process_death", "rails", "verbs"]
 FOLDERS = {"system": OF_ENGINES, "guest": OF_ENGINES}
 NOTHING_CHOSEN, TESTS_FAILED = 5, 1  # statuses of pytest
 LANES = 2 * (os.cpu_count() or 1) + 1  # half of a test and more is waiting
@@ -84,15 +84,18 @@ LONG = {
 PATIENCE = "-o timeout=3000 -o faulthandler_timeout=3600"
 # What `--check` runs: what opens no engine on a library and needs nothing that is installed beside Python.
 CHECKED = "not (libfabric or needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
-CHECK_FOLDERS = "core docs lint fuzz engine control native kvcache discovery service testing rails demo"
+CHECK_FOLDERS = """
+    aio core demo discovery docs engine kvcache links lint malformed_bytes native plugins rails service testing tools
+"""
 # What of these takes seconds each: it starts processes, or draws many examples.
 CHECK_LEAVES_OUT = """
-    core/test_failover_schedules.py engine/test_engine_departed.py discovery/test_embedded_registry.py
-    kvcache/test_mapping.py kvcache/test_push_pull_faults.py kvcache/test_push_pull_storm.py
-    lint/test_combinations.py lint/test_detectors.py lint/test_failing.py lint/test_land.py lint/test_sparing.py
-    lint/test_stubs.py lint/test_verdict.py native/test_interleavings.py native/test_streams.py rails/test_doctor.py
-    rails/test_info_command.py testing/test_determinism.py testing/test_exploration.py testing/test_page.py
-    testing/test_plugin.py testing/test_rail_faults.py testing/test_scale.py
+    core/test_failover_schedules.py discovery/test_embedded_registry.py engine/test_closing_mid_transfer.py
+    engine/test_departed_peers.py kvcache/test_mapping.py kvcache/test_push_pull_faults.py
+    kvcache/test_push_pull_storm.py links/test_busy_loop.py lint/test_stubs.py native/test_interleavings.py
+    native/test_streams.py plugins/test_combinations.py plugins/test_detectors.py plugins/test_failure_reports.py
+    plugins/test_guest_cases.py rails/test_doctor.py rails/test_info_command.py testing/test_determinism.py
+    testing/test_exploration.py testing/test_page.py testing/test_plugin.py testing/test_rail_faults.py
+    testing/test_scale.py tools/test_guest.py tools/test_land.py tools/test_verdict.py
 """
 
 

@@ -47,7 +47,8 @@ SANITIZERS = [
         "address",
         "address,undefined",
         "libasan.so",
-        # The interpreter leaves memory behind on purpose; what aiote does is counted by tests/engine/test_bounded.py.
+        # The interpreter leaves memory behind on purpose; what aiote does is counted by
+        # tests/engine/test_bounded_resources.py.
         {
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:verify_asan_link_order=0",
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",

@@ -1,9 +1,10 @@
 """When a failed test is run again, and what the second and third run make of it: the verdict of `make test`.
 
 A busy machine may be too late for a wait of a test, and for nothing else: what was asserted holds at any speed. So a
-test that failed because a wait ran out (`tests/support/failing.py` says which) is run again when all else is over:
-alone, in a fresh process, with the same library. Passed twice it is *unsteady*: told at the end and counted, and no
-failure. Anything else (a broken promise, a leak, a blocked loop, a crash, a missing report) is a failure at once.
+test that failed because a wait ran out (`tests/support/plugins/failure_reports.py` says which) is run again when all
+else is over: alone, in a fresh process, with the same library. Passed twice it is *unsteady*: told at the end and
+counted, and no failure. Anything else (a broken promise, a leak, a blocked loop, a crash, a missing report) is a
+failure at once.
 
 Many unsteady tests are a defect of ours or of the machine, and no run passes with them.
 """

@@ -23,7 +23,7 @@ COLLECTED_S = 0.2  # what a file takes of which no test runs
 STARTED_S = 2.0  # an entry's interpreter and imports
 
 Durations = Mapping[str, Mapping[str, float]]
-"""Seconds by kind of run and by file, as "engine/test_engine_writes.py"."""
+"""Seconds by kind of run and by file, as "engine/test_writes.py"."""
 
 
 @dataclass(frozen=True)

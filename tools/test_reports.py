@@ -18,7 +18,7 @@ LOAD_EVERY_S = 2.0
 
 
 Failure: TypeAlias = dict[str, str]
-"""What tests/support/failing.py says of a failed test."""
+"""What tests/support/plugins/failure_reports.py says of a failed test."""
 
 
 @dataclass

@@ -22,11 +22,12 @@ import venv
 from pathlib import Path
 
 import pythons
-from connectors import wheel
 from environment import PINS, ROOT, install_requirements, pip_install, usual_environment
 from pins import canonical
 from run_tests import REPORTS, newest_library
 from test_reports import Outcome, banner, concluded, read
+
+from connectors import wheel
 
 FOLDER = ROOT / "build" / "versions"
 KINDS = ("pinned", "lowest", "newest")
@@ -55,7 +56,7 @@ OF_THE_TIME = {"click": "8.1.7", "contourpy": "1.2.0", "pyparsing": "3.1.1"}
 # What tests have beside a user's package, and only fits the same version of it.
 COMPANIONS = {"opentelemetry-sdk": "opentelemetry-api", "opentelemetry-semantic-conventions": "opentelemetry-api"}
 # Lint and the tests of pages are about this checkout and its tools, which stay as pinned.
-LEFT_OUT = ("lint", "docs")
+LEFT_OUT = ("docs", "lint", "plugins", "tools")
 
 
 def bounds(python: str) -> dict[str, str]:

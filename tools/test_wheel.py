@@ -24,15 +24,17 @@ import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
+    "aio",
     "bench",
-    "control",
     "core",
     "demo",
     "discovery",
     "engine",
     "kvcache",
+    "links",
     "native",
     "rails",
+    "reference",
     "service",
     "support",
 )

@@ -19,13 +19,14 @@ __all__ = ["GPU_SUITE", "SUITES", "bench", "checkout_here", "suite"]
 SUITES = {
     "contract-suite": ("the contract of every rail holds", ("tests/rails",)),
     "engine-suite": ("the engine keeps its promises", ("tests/engine",)),
-    "adversity-suite": ("it does so while peers and rails fail", ("tests/failure",)),
+    "adversity-suite": ("it does so while peers and rails fail", ("tests/link_loss", "tests/process_death")),
     "gpu-suite": ("the kernels compute on a GPU what they do on the host", ("tests",)),
 }
 """The claim and the folders of each suite, by its name in the report."""
 GPU_SUITE = "gpu-suite"
 PROVED = "PROVE_OVER"
 """The variable by which the tests add a provider to their parameters that most machines lack."""
+QUIET = ("-q", "-p", "no:cacheprovider")
 NO_TESTS = 5  # pytest's status
 BENCHED = {"write": "64K,1M", "read": "64K", "latency": "8", "pages": "4K"}
 OVER = "stopped, because the time of this run was over; --full gives more"
@@ -35,7 +36,7 @@ RUNS, RUNS_FULL = 3, 9
 def checkout_here() -> Path | None:
     """Return the current folder if it is aiote's checkout, or an unpacked sdist."""
     here = Path.cwd()
-    return here if (here / "tests" / "support" / "proving.py").exists() else None
+    return here if (here / "tests" / "support" / "plugins" / "proving.py").exists() else None
 
 
 def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more: Sequence[str] = ()) -> Outcome:
@@ -52,7 +53,7 @@ def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more:
         )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "-p", "proving", f"--junit-xml={report}", "--combinations", "tests"]
+        options = [*QUIET, "-p", "support.plugins.proving", f"--junit-xml={report}", "--combinations", "tests"]
         chosen = [*options, "-W", untried, *about, *more]
         command = [sys.executable, "-P", "-m", "pytest", *chosen, *folders]
         started = time.monotonic()
@@ -60,7 +61,7 @@ def suite(name: str, checkout: Path | None, provider: str, limit_s: float, more:
             done = subprocess.run(
                 command,
                 cwd=checkout,
-                env={**os.environ, PROVED: provider, "PYTHONPATH": _before(checkout / "tests" / "support")},
+                env={**os.environ, PROVED: provider, "PYTHONPATH": _before(checkout / "tests")},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

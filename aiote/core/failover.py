@@ -5,7 +5,7 @@ A *channel* is a pair of endpoints, numbered equally on both sides; each time it
 each side knows only its own half. This module owns the agreement of the two sides about one dead channel and about
 opening it again. `recovery` decides what becomes of the unconfirmed posts; the argument is in docs/failover.md.
 
-**Counts.** channel_counts.py defines the counts of each side and the conclusions from both.
+**Counts.** docs/failover.md defines the counts of each side and the conclusions from both; they are native.
 
 **Frames**, over the ordered control connection, each with channel and generation:
 
@@ -55,28 +55,20 @@ from typing import Final, TypeAlias
 
 from ..errors import UsageError
 from .channel_counts import (
-    ARRIVED_LIMIT,
-    CONFIRMED_LIMIT,
     Account,
-    ChannelCounts,
     FailoverError,
     Items,
     Received,
-    Verdict,
-    reconcile,
 )
 from .control import Role
 
 __all__ = [
-    "ARRIVED_LIMIT",
     "BACKOFF_FIRST",
     "BACKOFF_MAX",
-    "CONFIRMED_LIMIT",
     "OPENING_LIMIT",
     "STABLE_S",
     "Account",
     "Action",
-    "ChannelCounts",
     "ChannelState",
     "ChannelStates",
     "FailoverError",
@@ -89,8 +81,6 @@ __all__ = [
     "SendArrivals",
     "SendRailDown",
     "Shut",
-    "Verdict",
-    "reconcile",
 ]
 
 BACKOFF_FIRST: Final = 0.1  # seconds

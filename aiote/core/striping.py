@@ -22,7 +22,7 @@ do `j * q` and `min(j, r)`, whereas `j * L // n` might not.
 
     imm_data = (stripes - 1) << 28 | imm         1 <= stripes <= 16
 
-Every stripe of a write carries the same 32 bits and counts 1/stripes at the receiver (see imm_counters.py), so a write
+Every stripe of a write carries the same 32 bits and counts 1/stripes at the receiver (docs/immediates.md), so a write
 counts one however many stripes it has. Hence a counted write has at most 16 counted stripes: n is computed with at most
 16 lanes, and if the largest message requires more than 16 stripes, the write is split in two parts:
 

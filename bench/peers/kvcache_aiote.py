@@ -31,11 +31,11 @@ from typing import Any
 
 import numpy as np
 from common import Arena, Options, serve
-from kvcache import PAGE_TOKENS, Numbers, Service, ServiceTask
 
 import aiote
 from aiote import service
 from aiote.kvcache import Cache, Consumer, Offer, PageRow, Producer, Reception
+from kvcache import PAGE_TOKENS, Numbers, Service, ServiceTask
 
 TAIL_BYTES = 16384
 LAST = 1 << 32

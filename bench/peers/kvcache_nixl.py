@@ -13,8 +13,9 @@ from collections import deque
 from typing import Any
 
 from common import Arena, Options, serve
-from kvcache import Request, Service, ServiceTask, ask, asked
 from nixl_peer import Nixl
+
+from kvcache import Request, Service, ServiceTask, ask, asked
 
 
 class KvNixl(Service, Nixl):

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 from common import serve
-from kvcache import Request, Service, ServiceTask, ask, asked, pack
 from pyzmq_peer import COPIED_BELOW, Pyzmq
+
+from kvcache import Request, Service, ServiceTask, ask, asked, pack
 
 RING = 4
 

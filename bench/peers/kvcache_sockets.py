@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from common import Arena, Options, serve
-from kvcache import Cache, Request, Service, ServiceTask, ask, ask_bytes, asked
 from sockets_peer import Sockets
+
+from kvcache import Cache, Request, Service, ServiceTask, ask, ask_bytes, asked
 
 PIECES = 64
 

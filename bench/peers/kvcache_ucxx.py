@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 from common import Arena, Options, Worker, serve
-from kvcache import Request, Service, ServiceTask, ask, ask_bytes, asked, pack
 from ucxx_peer import SLOT_TAGS, Asyncio, Core
+
+from kvcache import Request, Service, ServiceTask, ask, ask_bytes, asked, pack
 
 RING = 4
 

@@ -13,11 +13,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import moe
 import numpy as np
 from numpy.typing import NDArray
 
 import aiote
+import moe
 from aiote.moe import Batch, MoeConfig, open_group
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import moe
 import numpy as np
 from numpy.typing import NDArray
+
+import moe
 
 
 class Copies(moe.Rounds):

@@ -13,11 +13,12 @@ import os
 import sys
 from typing import Any
 
-import moe
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import embedding_bag
+
+import moe
 
 GATHERED = moe.ROW + 8 * moe.TOP_K
 """Bytes of a token with its scales, ids and weights behind it."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from service import Calls, digest, filled, main, over_with_input
 
 import aiote
 from aiote import service
+from service import Calls, digest, filled, main, over_with_input
 
 PROVIDERS = {"local": "local", "tcp": "socket"}
 

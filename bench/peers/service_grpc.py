@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+
 from service import Calls, digest, filled, main, over_with_input
 
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]

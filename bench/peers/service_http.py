@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import uvicorn
 from fastapi.responses import Response, StreamingResponse
+
 from service import CONCURRENT, Calls, digest, filled, main, over_with_input
 
 app = fastapi.FastAPI()

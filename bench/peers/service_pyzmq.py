@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
+
 from service import Calls, Numbered, digest, filled, main, over_with_input
 
 COPIED_BELOW = 1 << 16

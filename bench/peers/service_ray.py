@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import ray
+
 from service import CONCURRENT, Calls, digest, filled, main, over_with_input
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
+
 from service import Calls, Numbered, digest, filled, main, over_with_input
 
 LENGTHS = struct.Struct("<IQ")

@@ -7,10 +7,9 @@ import json
 import sys
 from typing import Any
 
-from weights import SCALE, Memory, Model, Ranks, RankSession, answered, blocks, model_of, parse, serve
-
 import aiote
 from aiote import weights
+from weights import SCALE, Memory, Model, Ranks, RankSession, answered, blocks, model_of, parse, serve
 
 
 def layout_of(made: Model, side: str, rank: int) -> weights.Layout:

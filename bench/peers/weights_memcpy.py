@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+
 from weights import SOURCES, Model, Ranks, RankSession, be_rank, model_of, parse, serve
 
 

@@ -10,6 +10,7 @@ import asyncio
 from typing import Any
 
 import ray
+
 from weights import SOURCES, Memory, Session, model_of, overlap, parse, serve, size_of, whole, within
 
 

@@ -16,7 +16,7 @@ import pytest
 from aiote.bench.contestants import Contestant, Setting, start
 from aiote.bench.work import OPS, Work
 from aiote.cli import main
-from machine import LONG
+from support.machine import LONG
 
 AIOTE = [sys.executable, "-P", "-m", "aiote", "bench"]
 QUICK = ["--runs", "2", "--seconds", "0.02"]

@@ -149,6 +149,7 @@ def service(monkeypatch):
     """The workload as the workers have it."""
     monkeypatch.syspath_prepend(str(PEERS))
     import common
+
     import kvcache
 
     yield lambda **more: kvcache.Cache(

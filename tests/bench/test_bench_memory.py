@@ -17,7 +17,7 @@ from aiote.bench.measured_loops import Arena
 from aiote.bench.remote import parse_request
 from aiote.bench.sides import BenchError
 from aiote.bench.work import MEMORIES, Work, pattern
-from standin_cuda import standin_path
+from support.gpu.standin_cuda import standin_path
 
 AIOTE = [sys.executable, "-P", "-m", "aiote", "bench"]
 QUICK = ["--sizes", "4K", "--window", "2", "--mode", "event", "--runs", "1", "--seconds", "0.01"]

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "bench_moe.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=150)
-
 
 @pytest.fixture
-def moe(monkeypatch):
+def moe(worker):
     """The rounds as the workers have them."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peers"))
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import moe
-
-    yield moe
-    for name in ("moe", "run_tests", "test_reports"):
-        sys.modules.pop(name, None)
+    return worker("moe")
 
 
 @pytest.fixture
-def tool(moe):
+def tool(moe, program):
     """The program, as a module."""
-    spec = importlib.util.spec_from_file_location("bench_moe", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
+    return program("bench_moe")
 
 
 def alone(moe, data):
@@ -137,8 +115,8 @@ def test_a_run_on_a_busy_machine_is_marked(tool, monkeypatch, load, busy):
         (["--tokens", "x"], "numbers with commas"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, why):
-    done = run(*arguments)
+def test_what_makes_no_sense_is_refused(run, arguments, why):
+    done = run("bench_moe", *arguments)
     assert done.returncode == 1
     assert why in done.stderr
 
@@ -146,10 +124,10 @@ def test_what_makes_no_sense_is_refused(arguments, why):
 @pytest.mark.libfabric
 @pytest.mark.one_library
 @pytest.mark.blocking_allowed("the processes are the program's")
-def test_a_whole_run_is_checked_and_recorded(tmp_path):
+def test_a_whole_run_is_checked_and_recorded(run, tmp_path):
     file = tmp_path / "records.json"
     only = ["--ep", "2", "--tokens", "3", "--routing", "zipf", "--rounds", "2", "--only", "aiote,memcpy"]
-    done = run(*only, "--json", str(file))
+    done = run("bench_moe", *only, "--json", str(file))
     assert done.returncode == 0, done.stderr
     records = json.loads(file.read_text())["records"]
     names = ["aiote", "aiote-packed", "aiote-direct", "aiote-rank", "aiote-rails", "memcpy"]

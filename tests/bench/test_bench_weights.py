@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "bench_weights.py"
 TINY = ["--hidden", "64", "--layers", "1", "--experts", "2", "--runs", "1", "--updates", "1"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=150)
-
-
 @pytest.fixture
-def weights(monkeypatch):
+def weights(worker):
     """The updates as the workers have them."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peers"))
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import weights
-
-    yield weights
-    for name in ("weights", "run_tests", "test_reports"):
-        sys.modules.pop(name, None)
+    return worker("weights")
 
 
 @pytest.fixture
-def tool(weights):
+def tool(weights, program):
     """The program, as a module."""
-    spec = importlib.util.spec_from_file_location("bench_weights", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
+    return program("bench_weights")
 
 
 @pytest.mark.parametrize("case", ["sharded 4-2", "sharded 4-4", "replicated 4-2", "fp8 4-2"])
@@ -109,8 +88,8 @@ def test_ratios_are_of_one_run_and_shown(tool, capsys):
         (["--updates", "0"], "are 1 or more"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, why):
-    done = run(*arguments)
+def test_what_makes_no_sense_is_refused(run, arguments, why):
+    done = run("bench_weights", *arguments)
     assert done.returncode == 1
     assert why in done.stderr
 
@@ -118,9 +97,9 @@ def test_what_makes_no_sense_is_refused(arguments, why):
 @pytest.mark.libfabric
 @pytest.mark.one_library
 @pytest.mark.blocking_allowed("the processes are the program's")
-def test_a_whole_run_is_checked_and_recorded(tmp_path):
+def test_a_whole_run_is_checked_and_recorded(run, tmp_path):
     file = tmp_path / "records.json"
-    done = run(*TINY, "--cases", "sharded 4-2", "--only", "aiote-inplace", "--json", str(file))
+    done = run("bench_weights", *TINY, "--cases", "sharded 4-2", "--only", "aiote-inplace", "--json", str(file))
     assert done.returncode == 0, done.stderr
     (case,) = json.loads(file.read_text())["cases"]
     found = case["contestants"]["aiote-inplace"]

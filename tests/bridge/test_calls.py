@@ -17,8 +17,8 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, aside, bridge_to, value
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
+from support.service.bridges import Stubborn, aside, bridge_to, press_ctrl_c, value
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
@@ -166,17 +166,7 @@ def test_a_result_that_comes_in_time_is_returned(bridge):
 def test_ctrl_c_is_raised_when_the_coroutine_has_ended(bridge, times):
     """However often it is pressed."""
     work = Stubborn()
-
-    def press() -> None:
-        work.until(work.begun)
-        for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
-            work.until(work.cancelled)
-            # Slower than the handling of the last one: which is a step of Python, and can be interrupted as any other.
-            bridge.call(value(0, turns=100))
-        work.may_end.set()
-
-    thread = threading.Thread(target=press)
+    thread = threading.Thread(target=press_ctrl_c, args=(bridge, work, times))
     with pytest.raises(KeyboardInterrupt):
         try:
             thread.start()

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 import aiote
-from bridges import aside, bridge_to
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
+from support.service.bridges import aside, bridge_to
 
 
 class Context:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import os
-import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,9 +20,9 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
-from engines import PATIENCE_S
-from interrupts import Interrupts, thrown_at
+from support.engines.opening import PATIENCE_S
+from support.process.interrupts import Interrupts, thrown_at
+from support.service.bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, press_ctrl_c, value
 
 pytestmark = [
     pytest.mark.libfabric,
@@ -299,17 +297,7 @@ def test_ctrl_c_under_trio_is_raised_when_the_coroutine_has_ended(bridge, times)
     """trio raises it in the main task, however often it comes, and whatever shields that."""
     trio = pytest.importorskip("trio")
     work = Stubborn()
-
-    def press() -> None:
-        work.until(work.begun)
-        for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
-            work.until(work.cancelled)
-            # Slower than the handling of the last one.
-            bridge.call(value(0, turns=100))
-        work.may_end.set()
-
-    thread = threading.Thread(target=press)
+    thread = threading.Thread(target=press_ctrl_c, args=(bridge, work, times))
 
     async def main() -> None:
         thread.start()

@@ -14,8 +14,8 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, aside, bridge_to, call_and_leave, drop, value
-from engines import PATIENCE_S, run_script
+from support.engines.opening import PATIENCE_S, run_script
+from support.service.bridges import Stubborn, aside, bridge_to, call_and_leave, drop, value
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

@@ -15,9 +15,9 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import bridge_to, value
-from engines import PATIENCE_S
-from pinning import pinning
+from support.engines.opening import PATIENCE_S
+from support.engines.slow_registration import pinning
+from support.service.bridges import bridge_to, value
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

@@ -14,9 +14,8 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import aside, bridge_to, memory_elsewhere, value
-from children import Child
-from engines import LOST_SOON, PATIENCE_S, each_progress, real_provider, served_by_process
+from support.engines.opening import LOST_SOON, PATIENCE_S, each_progress, real_provider, served_by_process
+from support.service.bridges import aside, bridge_to, memory_elsewhere, value
 
 pytestmark = pytest.mark.libfabric
 
@@ -158,13 +157,6 @@ def test_a_thread_that_leaves_lets_the_loop_look(provider):
                 counts.get(timeout=PATIENCE_S)
             listening.cancel()
             listening.wait_within(PATIENCE_S)
-
-
-@pytest.fixture
-def child():
-    child = Child()
-    yield child
-    child.end()
 
 
 @served_by_process

@@ -13,7 +13,7 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bridge.md").read_text()
 

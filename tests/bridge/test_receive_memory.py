@@ -14,8 +14,8 @@ import pytest
 from aiote import bridge as bridges
 from aiote.bridge import receive_memory
 from aiote.bridge.receive_memory import ReceiveBlock, ReceiveMemory
-from bridges import aside, bridge_to, memory_elsewhere, value
-from interrupts import Interrupts
+from support.process.interrupts import Interrupts
+from support.service.bridges import aside, bridge_to, memory_elsewhere, value
 
 MIB = 1 << 20
 LIMIT = 8 * MIB

@@ -16,9 +16,8 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import bridge_to, memory_elsewhere, write_to
-from children import Child
-from engines import LOST_SOON, PATIENCE_S, real_provider, served_by_process
+from support.engines.opening import LOST_SOON, PATIENCE_S, real_provider, served_by_process
+from support.service.bridges import bridge_to, memory_elsewhere, write_to
 
 pytestmark = pytest.mark.libfabric
 
@@ -178,13 +177,6 @@ def test_writes_of_many_threads_at_a_time_all_arrive(provider, bridge, other):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(64)))
     assert np.array_equal(there, data)
-
-
-@pytest.fixture
-def child():
-    child = Child()
-    yield child
-    child.end()
 
 
 @served_by_process

@@ -10,7 +10,7 @@ import pytest
 import aiote
 from aiote.connectors.broadcast import BroadcastError, IncomingUpdate
 from aiote.testing import Fabric, run
-from broadcasts import Rollout, Trainer, tensors_of
+from support.connectors.broadcasts import Rollout, Trainer, tensors_of
 
 BUCKET = 4096
 

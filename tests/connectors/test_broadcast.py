@@ -12,8 +12,8 @@ import pytest
 import aiote
 from aiote.connectors.broadcast import BroadcastError
 from aiote.testing import CONNECTX7_400G, Fabric, run
-from broadcasts import Rollout, Tensors, Trainer, assert_same, tensors_of
-from engines import each_provider, go_round, opened
+from support.connectors.broadcasts import Rollout, Tensors, Trainer, assert_same, tensors_of
+from support.engines.opening import each_provider, go_round, opened
 
 BUCKET = 4096
 SHAPES = [(100,), (0,), (), (33, 31), (3000,), (1024,), (1025,), (5, 0), (7,), (512, 3)]

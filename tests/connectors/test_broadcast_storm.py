@@ -15,8 +15,8 @@ import pytest
 
 import aiote
 from aiote.testing import Fabric, run
-from broadcasts import Rollout, Trainer, assert_same, tensors_of
-from machine import LONG
+from support.connectors.broadcasts import Rollout, Trainer, assert_same, tensors_of
+from support.machine import LONG
 
 SEEDS = range(300 if LONG else 25)
 ROUNDS = 6

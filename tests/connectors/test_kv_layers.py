@@ -20,8 +20,8 @@ from aiote.connectors.vllm.transfers import EndedRequests, RankTransfers
 from aiote.kvcache import Cache, Consumer, PageRow, Reception, TransferRefused
 from aiote.kvcache import producer as producer_module
 from aiote.kvcache.moving import TransferBatch
-from bridges import aside
-from engines import PATIENCE_S, opened
+from support.engines.opening import PATIENCE_S, opened
+from support.service.bridges import aside
 
 ADDRESS = "aiote://127.0.0.1:38503/5bd42e82b292382d3c88b9c0ebc9ba67.18eac90921963061"
 DECODE = {"do_remote_decode": True}

@@ -19,12 +19,12 @@ from aiote.connectors.vllm import loads as loads_module
 from aiote.connectors.vllm.requests import BlockRow, RequestTable, Steps, Wanted
 from aiote.connectors.vllm.transfers import EndedRequests, RankTransfers
 from aiote.kvcache import Cache, PageRow, Producer
-from bridges import aside
-from engines import LOST_SOON, PATIENCE_S, opened
-from kv_harm import Child
-from kv_producer_process import MODEL, TOKENS
-from kv_producer_process import PAGES as CHILD_PAGES
-from mapped_caches import Side, built
+from support.engines.opening import LOST_SOON, PATIENCE_S, opened
+from support.kv.caches import Side, built
+from support.kv.faults import Child
+from support.kv.producer_process import MODEL, TOKENS
+from support.kv.producer_process import PAGES as CHILD_PAGES
+from support.service.bridges import aside
 
 PAGES, LAYERS, HERE, THERE = 8, 4, [5, 7, 2], [4, 1, 6]
 NAMES = {f"model.layers.{number}.attn": number for number in range(LAYERS)}
@@ -383,7 +383,7 @@ def test_close_ends_what_is_loading(portal):
 
 @pytest.mark.parametrize("computed", [True, False], ids=["computing", "before"])
 def test_a_producer_that_is_killed_between_two_layers_costs_no_block(computed):
-    child = Child("kv_producer_process.py", "local", 0.15, 1)
+    child = Child("support.kv.producer_process", "local", 0.15, 1)
     side = built(MODEL, Side(pages=CHILD_PAGES, tokens=4), "decode")
     names = {f"model.layers.{number}.attn": number for number in range(MODEL.layers)}
     try:

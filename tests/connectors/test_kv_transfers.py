@@ -17,8 +17,8 @@ from aiote.connectors.vllm.transfers import EndedRequests, RankTransfers
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import MOST_NAMED
 from aiote.rails.rail_set import RailSet
-from bridges import aside
-from engines import PATIENCE_S, opened
+from support.engines.opening import PATIENCE_S, opened
+from support.service.bridges import aside
 
 PAGES, LAYERS = 8, 2
 

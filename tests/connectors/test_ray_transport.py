@@ -1,6 +1,6 @@
 """aiote.connectors.ray without Ray and torch: what it does with what Ray asks, over a real engine.
 
-Stand-ins have what the connector uses of the two; the real ones are in tests/hosts.
+Stand-ins have what the connector uses of the two; the real ones are in programs/hosts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import aiote
-from bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
-from engines import PATIENCE_S
-from interrupts import Interrupts
-from tensors import Tensor, tensor
+from support.connectors.tensors import Tensor, tensor
+from support.engines.opening import PATIENCE_S
+from support.process.interrupts import Interrupts
+from support.service.bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
 
 UINT8 = np.dtype(np.uint8)
 

@@ -1,13 +1,12 @@
 """aiote.connectors.torch without torch: over a real engine, with stand-ins for what it uses of torch.
 
-The real one is in tests/hosts.
+The real one is in programs/hosts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,22 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridges import Stubborn, aside, drop
-from engines import PATIENCE_S
-from tensors import tensor
-from torch_stand_in import SIZE, Pair, connector, paired, registered
-
-
-@pytest.fixture(scope="module")
-def torch() -> Iterator[Any]:
-    with connector() as module:
-        yield module
-
-
-@pytest.fixture
-def pair(torch) -> Iterator[Pair]:
-    with paired(torch) as made:
-        yield made
+from support.connectors.tensors import tensor
+from support.connectors.torch_stand_in import SIZE, registered
+from support.engines.opening import PATIENCE_S
+from support.service.bridges import Stubborn, aside, drop
 
 
 def test_bytes_go_to_the_peer_and_come_from_it(pair):

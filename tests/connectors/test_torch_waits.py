@@ -19,12 +19,12 @@ import pytest
 
 import aiote
 from aiote.connectors import torch_memory
-from bridges import Stubborn, aside, value
-from engines import PATIENCE_S
-from interrupts import Interrupts, thrown_at
-from machine import LONG
-from tensors import tensor
-from torch_stand_in import SIZE, Pair, connector, paired, registered
+from support.connectors.tensors import tensor
+from support.connectors.torch_stand_in import SIZE, Pair, registered
+from support.engines.opening import PATIENCE_S
+from support.machine import LONG
+from support.process.interrupts import Interrupts, thrown_at
+from support.service.bridges import Stubborn, aside, value
 
 STEPS = range(0, 10_000, 1 if LONG else 5)
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -35,18 +35,6 @@ def collected() -> Iterator[None]:
     """What was interrupted before it had begun is warned of here, and not in another test."""
     yield
     gc.collect()
-
-
-@pytest.fixture(scope="module")
-def torch() -> Iterator[Any]:
-    with connector() as module:
-        yield module
-
-
-@pytest.fixture
-def pair(torch) -> Iterator[Pair]:
-    with paired(torch) as made:
-        yield made
 
 
 def over(pair: Pair) -> None:

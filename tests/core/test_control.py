@@ -44,7 +44,7 @@ from aiote.core.control_frames import (
 )
 from aiote.core.handshake import OLDEST, VERSION, RefusalCode
 from aiote.errors import ClosedError, UsageError
-from control_peers import HANDSHAKE_KINDS, OFFER, SESSION_KINDS, TALK, Pair, address, at, config, split
+from support.engines.control_peers import HANDSHAKE_KINDS, OFFER, SESSION_KINDS, TALK, Pair, address, at, config, split
 
 KEY = b"the key of the cluster"
 SAMPLES: dict[type[Any], Any] = {type(message): message for message in [*TALK, Failed(2, "why")]} | {

@@ -39,7 +39,7 @@ from aiote.core.control_frames import (
     frame,
 )
 from aiote.errors import UsageError
-from control_peers import HANDSHAKE_KINDS, SESSION_KINDS, address, messages, split
+from support.engines.control_peers import HANDSHAKE_KINDS, SESSION_KINDS, address, messages, split
 
 ALL = HANDSHAKE_KINDS + SESSION_KINDS
 RAIL = RailOffer(0, "tcp", "tcp", "lo", 10)

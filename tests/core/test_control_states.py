@@ -31,7 +31,7 @@ from aiote.core.control_frames import (
     frame,
 )
 from aiote.errors import ClosedError, UsageError
-from control_peers import SESSION_KINDS, Pair, config, messages
+from support.engines.control_peers import SESSION_KINDS, Pair, config, messages
 
 SIDES = st.sampled_from(["left", "right"])
 LAST_MESSAGES = (Bye, Failed)

@@ -29,7 +29,7 @@ from aiote.core.control_frames import (
     frame,
 )
 from aiote.core.handshake import VERSION, RefusalCode
-from control_peers import HANDSHAKE_KINDS, OFFER, TALK, Pair, at, config, messages, split, talked
+from support.engines.control_peers import HANDSHAKE_KINDS, OFFER, TALK, Pair, at, config, messages, split, talked
 
 KEY = b"the key of the cluster"
 AFTER_AN_OFFER = (frames.Heartbeat, frames.Revoke, frames.Revoked)  # in any order, any number

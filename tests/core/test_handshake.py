@@ -22,7 +22,7 @@ from aiote.core.handshake import (
     make_refusal,
 )
 from aiote.errors import UsageError
-from control_peers import U64S, address, config, nonces
+from support.engines.control_peers import U64S, address, config, nonces
 
 KEY = b"a cluster key of many bytes"
 

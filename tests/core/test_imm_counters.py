@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from aiote.core.imm_counters import MAX_WAIT, UNITS, ImmCounters, Ticket, TicketState
 from aiote.core.striping import MAX_COUNTED, encode_immediate, plan
 from aiote.errors import UsageError
+from reference.imm_counters import MAX_WAIT, UNITS, ImmCounters, Ticket, TicketState
 
 WHOLE = encode_immediate(5, 1)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core import recovery
 from aiote.core.failover import Account, FailoverError, Received
-from aiote.core.recovery import MessageNumbers, Post, Recovery, TrackedWork, cancel, resolved, take_over
+from reference import recovery
+from reference.recovery import MessageNumbers, Post, Recovery, TrackedWork, cancel, resolved, take_over
 
 IMM_DATA = 5
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import aiote
 from aiote.demo import Child, DemoError, Settings, prompts, tell, weights
 from aiote.demo.children import how_it_ended, spawn
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 values = st.integers() | st.text(max_size=30) | st.lists(st.integers(0, 257), max_size=20) | st.none()
 facts = st.dictionaries(st.text(max_size=8), values, max_size=4)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from support.process.examples import alive
+
 pytestmark = pytest.mark.libfabric
 
 TEXT = "The beads stopped. He did not wait for the morning. He put the drawers back, empty, and told the harbour why."
@@ -127,13 +129,6 @@ def eventually(what, limit_s: float = 30.0):
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
     return value
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import anyio.lowlevel
 import pytest
 
 from aiote.demo.life import first_of
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.demo.prefixes import PrefixPages
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 PAGE, CHUNK, PAGES = 2, 4, 12
 

@@ -16,7 +16,7 @@ from aiote.demo.decoder import DecodeWorker
 from aiote.demo.prefiller import PrefillWorker
 from aiote.demo.request_cache import RequestCache
 from aiote.kvcache import Consumer, PageRow, Producer, TransferRefused
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 pytestmark = pytest.mark.libfabric
 

@@ -10,7 +10,7 @@ import pytest
 
 from aiote.demo import DemoError, Settings, run
 from aiote.demo.children import NAMES
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 SETTINGS = Settings("sim", 1, 0, None, 4, 8, 2, 1, 8)
 REPORT = {"report": {"pages_held": 0, "pages_total": 8}}

@@ -11,8 +11,8 @@ import pytest
 
 from aiote.discovery.etcd import EtcdRegistry
 from aiote.discovery.membership import Registry
-from engines import PATIENCE_S
-from registries import Etcd, client, etcd_process, served
+from support.engines.opening import PATIENCE_S
+from support.service.registries import Etcd, client, etcd_process, served
 
 Open = Callable[[], AbstractAsyncContextManager[Any]]
 

@@ -20,8 +20,8 @@ from aiote.discovery.lease_table import LOCAL_LEASE_S, LeaseTable
 from aiote.discovery.membership import RegistryError, Roster
 from aiote.discovery.registry_server import RegistryServer, Watching
 from aiote.testing import Fabric, run
-from engines import opened
-from registries import member, until_told
+from support.engines.opening import opened
+from support.service.registries import member, until_told
 
 LEASE_S = 3.0
 GRACE_S = LEASE_S + embedded.RETRY_MOST_S + LEASE_S

@@ -19,8 +19,8 @@ from aiote.discovery.etcd_gateway import EtcdError, LineSplitter, checked, numbe
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.wire import encode_member
 from aiote.testing import Fabric, run
-from engines import PATIENCE_S, until
-from registries import Etcd, ask, etcd_process, member
+from support.engines.opening import PATIENCE_S, until
+from support.service.registries import Etcd, ask, etcd_process, member
 
 pytestmark = pytest.mark.anyio
 PREFIX = "here/"

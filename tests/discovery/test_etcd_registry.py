@@ -15,8 +15,8 @@ from aiote.discovery import etcd as etcd_module
 from aiote.discovery.etcd import EtcdRegistry
 from aiote.discovery.etcd_gateway import EtcdError, Gateway, checked, number, packed, prefix_end, unpacked
 from aiote.discovery.membership import RegistryError
-from engines import PATIENCE_S, until
-from registries import Etcd, ask, etcd_process, free_port, member, until_told
+from support.engines.opening import PATIENCE_S, until
+from support.service.registries import Etcd, ask, etcd_process, free_port, member, until_told
 
 pytestmark = pytest.mark.needs_etcd
 PREFIX = "here/"

@@ -18,7 +18,7 @@ from aiote.discovery.etcd_gateway import packed, unpacked
 from aiote.discovery.membership import Member, RegistryError
 from aiote.discovery.wire import decode_member, encode_member
 from aiote.testing import Fabric, run
-from registries import member
+from support.service.registries import member
 
 PREFIX = "here/"
 LATE_S = 0.8

@@ -18,7 +18,7 @@ from aiote.discovery import EmbeddedRegistry, Member, MemberRegistration, Member
 from aiote.discovery.membership import Roster
 from aiote.service.members import COMPARED, Chooser
 from aiote.testing import Fabric, run
-from engines import go_round, opened, until
+from support.engines.opening import go_round, opened, until
 
 pytestmark = pytest.mark.anyio
 NAMES = ["a", "b", "c"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote.discovery.membership import Member, Roster, check_lease
-from registries import member
+from support.service.registries import member
 
 pytestmark = pytest.mark.anyio
 

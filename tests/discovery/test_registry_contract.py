@@ -8,8 +8,8 @@ import pytest
 import aiote
 from aiote.discovery.etcd import EtcdRegistry
 from aiote.discovery.membership import RegistryError
-from engines import PATIENCE_S, until
-from registries import member, until_told
+from support.engines.opening import PATIENCE_S, until
+from support.service.registries import member, until_told
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import Member
 from aiote.discovery.registry_server import MEMBERS_EACH, Keeping, RegistryServer, Watching
 from aiote.discovery.wire import MemberRecord, RosterUpdate, decode_member, encode_member
-from engines import opened, pair
-from registries import client, member, until_told
+from support.engines.opening import opened, pair
+from support.service.registries import client, member, until_told
 
 WORDS = st.integers(0, (1 << 64) - 1)
 RUNS = st.integers(0, (1 << 63) - 1)

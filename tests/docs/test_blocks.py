@@ -28,21 +28,21 @@ from aiote.discovery.wire import decode_member
 from aiote.kvcache import BlockingConsumer, Cache, Consumer, Group, PageRow, Producer, Worker
 from aiote.moe import MoeConfig
 from aiote.weights import Layout, Recipe, Replicate, Shard, cat
-from engines import PATIENCE_S, across, linked, opened, until
-from kv_worlds import BEFORE, compute, world
-from mapped_caches import Model, Side, built, expected, fill, same
-from moe_ranks import Tokens, all_of, expert, reference
-from moe_ranks import compute as moe_compute
-from moe_ranks import ranks as moe_ranks
-from page_blocks import DOCS, block, blocks, parts, replaced, run
-from standin_cuda import GpuArray, driver, gpu_copy, standin_path
-from stars import star
+from support import TESTS
+from support.checkout.page_blocks import DOCS, block, blocks, parts, replaced, run
+from support.engines.fan_out import star
+from support.engines.opening import PATIENCE_S, across, linked, opened, until
+from support.gpu.standin_cuda import GpuArray, driver, gpu_copy, standin_path
+from support.kv.caches import Model, Side, built, expected, fill, same
+from support.kv.worlds import BEFORE, compute, world
+from support.moe.ranks import Tokens, all_of, expert, reference
+from support.moe.ranks import compute as moe_compute
+from support.moe.ranks import ranks as moe_ranks
 
-TESTS = DOCS.parent / "tests"
 OF_THEIR_PAGES = {
     "bridge": "bridge/test_page.py",
-    "connectors": "hosts/vllm_serve_host.py",
-    "security": "control/test_tls.py",
+    "connectors": "../programs/hosts/vllm_serve_host.py",
+    "security": "links/test_tls.py",
     "testing": "testing/test_page.py",
     "tutorial": "docs/test_tutorial.py",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "howto").glob("*.md"))
 WITH_PROGRAMS = [page for page in PAGES if "\n```python\n" in page.read_text()]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
 PROGRAMS = dict(re.findall(r"Save this as `([\w.]+)`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

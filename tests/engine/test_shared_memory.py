@@ -26,8 +26,8 @@ from aiote.core.descriptor import SharedDescriptor
 from aiote.core.handshake import OLDEST
 from aiote.links import sharing
 from aiote_native.sharedpages import SharedPages
-from engines import linked, opened, pair, served_on, until
-from shares import SIZE, descriptors, mappings
+from support.engines.opening import linked, opened, pair, served_on, until
+from support.rails.shared_memory import SIZE, descriptors, mappings
 
 
 @pytest.mark.anyio

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from programs import Program
+from support.kv.example_cluster import Cluster
+from support.process.examples import Program
 
 
 @pytest.fixture
@@ -27,6 +28,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pr
         if program.process.poll() is None:
             program.process.kill()
             program.process.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Run examples/kvcache, with one server of each role."""
+    running = Cluster(tmp_path_factory.mktemp("cluster"), prefill=1, decode=1)
+    yield running
+    running.kill()
 
 
 @pytest.fixture(params=["tcp", "shm"])

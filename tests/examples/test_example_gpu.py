@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-STANDIN = str(Path(__file__).parents[1] / "support" / "standin" / "cupy_on_standin")
+from support import TESTS
+
+STANDIN = str(TESTS / "support" / "gpu" / "standin" / "cupy_on_standin")
 NAMES = ["kvcache.py", "weights.py", "moe.py"]
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import programs
+from support.process import examples as programs
+from support.process.examples import alive
 
 pytestmark = [
     pytest.mark.libfabric,
@@ -24,13 +25,6 @@ RUN = "weights/moe/run.py"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     monkeypatch.setattr(programs, "PATIENCE_S", 250.0)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

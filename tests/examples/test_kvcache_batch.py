@@ -11,7 +11,7 @@ import pytest
 
 from aiote.demo import RequestCache, Settings
 from aiote.demo import tokens as vocabulary
-from programs import EXAMPLES, PATIENCE_S
+from support.process.examples import EXAMPLES, PATIENCE_S
 
 SETTINGS = Settings("sim", 2, 0, None, 8, 64, 24, 4, 256)
 MODEL = SETTINGS.model()

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from aiote.demo.one_process import run_reference
-from browser import Browser
-from clusters import Cluster, events, reference_settings
+from support.checkout.browser import Browser
+from support.kv.example_cluster import Cluster, events, reference_settings
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 

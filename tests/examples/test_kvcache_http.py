@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from programs import EXAMPLES, PATIENCE_S
+from support.process.examples import EXAMPLES, PATIENCE_S
 
 TOKEN = "a token"
 HEAD = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"

@@ -14,7 +14,7 @@ import pytest
 
 import aiote
 from aiote.discovery import Member
-from programs import EXAMPLES, PATIENCE_S
+from support.process.examples import EXAMPLES, PATIENCE_S
 
 TOKEN, URL, MODEL = "a token", "http://127.0.0.1:7", "m"
 ADDRESS = b"an engine"

@@ -15,21 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from aiote.demo import RequestCache, plan
 from aiote.demo import tokens as vocabulary
 from aiote.demo.one_process import run_reference
-from clusters import CONTEXT, PATIENCE_S, Cluster, reference_settings
-from page_blocks import block, replaced
+from support.checkout.page_blocks import block, replaced
+from support.kv.example_cluster import CONTEXT, PATIENCE_S, reference_settings
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 MODEL = "aiote-demo"
 PROMPTS = ["Once upon a time", "two engines and a page", "x"]
 NEW_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    running = Cluster(tmp_path_factory.mktemp("cluster"), prefill=1, decode=1)
-    yield running
-    running.kill()
 
 
 @pytest.fixture

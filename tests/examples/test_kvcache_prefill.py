@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiote.demo import RequestCache, Settings, plan
-from programs import EXAMPLES, PATIENCE_S
+from support.process.examples import EXAMPLES, PATIENCE_S
 
 CHUNK = 32
 STEP = 80

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from programs import EXAMPLES, PATIENCE_S
+from support.process.examples import EXAMPLES, PATIENCE_S
 
 ARGUMENTS = argparse.Namespace(
     prefill=0,

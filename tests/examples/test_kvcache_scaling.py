@@ -9,16 +9,9 @@ import time
 
 import pytest
 
-from clusters import PATIENCE_S, Cluster, events
+from support.kv.example_cluster import PATIENCE_S, events
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    running = Cluster(tmp_path_factory.mktemp("cluster"), prefill=1, decode=1)
-    yield running
-    running.kill()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from programs import EXAMPLES
+from support.process.examples import EXAMPLES
 
 TOKEN = "a token"
 RIGHT = {"authorization": f"Bearer {TOKEN}"}

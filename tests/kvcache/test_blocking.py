@@ -14,9 +14,9 @@ from aiote.kvcache.blocking import Blocking, BlockingConsumer, BlockingProducer,
 from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.producer import Producer
-from bridges import bridge_to
-from engines import PATIENCE_S, opened
-from mapped_caches import Model, Side, built, expected, fill, same
+from support.engines.opening import PATIENCE_S, opened
+from support.kv.caches import Model, Side, built, expected, fill, same
+from support.service.bridges import bridge_to
 
 MODEL = Model(layers=3, item=64)
 TOKENS, PATTERN = 19, 0xEE

@@ -13,10 +13,10 @@ import aiote
 from aiote import gpu
 from aiote.core.gpu_arrays import GpuArray, gpu_array
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
-from engines import PATIENCE_S, opened, until
-from kv_worlds import prefill, world
-from mapped_caches import Model, Side, expected, fill, rank_cache, rows, same
-from standin_cuda import Adopted, busy, driver, launched, new_stream, paced, standin_path
+from support.engines.opening import PATIENCE_S, opened, until
+from support.gpu.standin_cuda import Adopted, busy, driver, launched, new_stream, paced, standin_path
+from support.kv.caches import Model, Side, expected, fill, rank_cache, rows, same
+from support.kv.worlds import prefill, world
 
 pytestmark = pytest.mark.libfabric
 

@@ -13,9 +13,9 @@ from aiote import service
 from aiote.kvcache import Group, Worker
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.protocol import TransferRefused
-from engines import fabric, opened, until
-from kv_worlds import BEFORE, World, world
-from mapped_caches import Model, Side, expected, fill, same
+from support.engines.opening import fabric, opened, until
+from support.kv.caches import Model, Side, expected, fill, same
+from support.kv.worlds import BEFORE, World, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19

@@ -14,10 +14,10 @@ from aiote import service
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.protocol import Opened, Pinned, PushRequest, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import CacheSpec
-from claims import WRONG, claimed
-from engines import opened
-from kv_worlds import BEFORE, served, world
-from mapped_caches import Model, Side, built, fill
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import opened
+from support.kv.caches import Model, Side, built, fill
+from support.kv.worlds import BEFORE, served, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS, STALL_S = 19, 4

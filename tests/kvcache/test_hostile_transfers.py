@@ -21,10 +21,10 @@ from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import MOST_SESSIONS
 from aiote.kvcache.protocol import PushRequest, SentPageRow, TransferRefused, Transfers
 from aiote.kvcache.tensors import CacheSpec
-from claims import WRONG, claimed
-from engines import opened, until
-from kv_worlds import BEFORE, World, decode, world
-from mapped_caches import Model, Side, expected, fill, same
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import opened, until
+from support.kv.caches import Model, Side, expected, fill, same
+from support.kv.worlds import BEFORE, World, decode, world
 
 MODEL = Model(layers=2, item=16, state=5)
 TOKENS = 19

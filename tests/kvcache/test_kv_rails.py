@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from connections import cut, data_connections
-from engines import LOST_SOON, fabric, until
-from kv_worlds import served_while, world
-from mapped_caches import Model, Side
+from support.engines.data_connections import cut, data_connections
+from support.engines.opening import LOST_SOON, fabric, until
+from support.kv.caches import Model, Side
+from support.kv.worlds import served_while, world
 
 MODEL = Model(layers=6, heads=2, item=128, state=5)
 LARGE = Model(layers=6, heads=2, item=2048, state=5)

@@ -10,7 +10,7 @@ from aiote.kvcache import Cache, CacheMap, MappingError, PageRow, assign
 from aiote.kvcache.moving import check_rows
 from aiote.kvcache.routing import block_hashes
 from aiote.kvcache.tensors import CacheTensor
-from mapped_caches import expected, same, value
+from support.kv.caches import expected, same, value
 
 NONE = PageRow(np.empty(0, np.int64))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aiote.errors import UsageError
 from aiote.kvcache.mapping import CacheMap, MappingError, PageRow, assign
 from aiote.kvcache.tensors import Cache, CacheSpec, CacheTensor
-from mapped_caches import PAGE_ORDERS, Model, Side, built, fill, item, rows, spread, value
+from support.kv.caches import PAGE_ORDERS, Model, Side, built, fill, item, rows, spread, value
 
 
 def move(source: Cache, target: Cache, part: CacheSpec, here: dict, there: dict, tokens: int, seen: list) -> None:

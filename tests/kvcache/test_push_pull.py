@@ -11,8 +11,8 @@ from aiote.aio import current_loop
 from aiote.kvcache import moving, producer
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import Producer
-from kv_worlds import BEFORE, decode, prefill, world
-from mapped_caches import Side, expected, fill, same
+from support.kv.caches import Side, expected, fill, same
+from support.kv.worlds import BEFORE, decode, prefill, world
 
 CASES = {
     "alike": (Side(), Side()),

@@ -7,9 +7,9 @@ import gc
 import anyio
 import pytest
 
-from engines import until
-from kv_worlds import BEFORE, decode, prefill, world
-from mapped_caches import Model, Side, expected, fill, same
+from support.engines.opening import until
+from support.kv.caches import Model, Side, expected, fill, same
+from support.kv.worlds import BEFORE, decode, prefill, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19

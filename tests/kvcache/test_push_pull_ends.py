@@ -15,9 +15,9 @@ from aiote.aio import Condition
 from aiote.kvcache.mapping import MappingError, PageRow
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.protocol import TransferRefused
-from engines import fabric, pair, until
-from kv_worlds import BEFORE, World, decode, prefill, world
-from mapped_caches import Model, Side, expected, fill, same
+from support.engines.opening import fabric, pair, until
+from support.kv.caches import Model, Side, expected, fill, same
+from support.kv.worlds import BEFORE, World, decode, prefill, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19

@@ -12,9 +12,9 @@ from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.offers import Offer
 from aiote.kvcache.protocol import TransferRefused
 from aiote.service import CallError
-from engines import fabric, opened, until
-from kv_worlds import BEFORE, World, decode, world
-from mapped_caches import Model, Side, expected, fill, same
+from support.engines.opening import fabric, opened, until
+from support.kv.caches import Model, Side, expected, fill, same
+from support.kv.worlds import BEFORE, World, decode, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19

@@ -16,9 +16,9 @@ from aiote.kvcache.producer import MOST_SESSIONS, Producer
 from aiote.kvcache.protocol import PushRequest, TransferRefused, rows_to
 from aiote.kvcache.tensors import Cache
 from aiote.service.endpoint import CallEndpoint, Limits
-from engines import PATIENCE_S, fabric, opened, until
-from kv_worlds import BEFORE, decode, prefill, served, world
-from mapped_caches import Model, Side, built, expected, fill, same
+from support.engines.opening import PATIENCE_S, fabric, opened, until
+from support.kv.caches import Model, Side, built, expected, fill, same
+from support.kv.worlds import BEFORE, decode, prefill, served, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19

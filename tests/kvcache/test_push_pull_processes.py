@@ -17,10 +17,10 @@ from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.producer import Producer
 from aiote.kvcache.protocol import TransferRefused
-from engines import LOST_SOON, PATIENCE_S, opened, real_provider, served_by_process, until
-from kv_harm import Child
-from kv_producer_process import MODEL, PAGES, TOKENS, serve
-from mapped_caches import Side, built, expected
+from support.engines.opening import LOST_SOON, PATIENCE_S, opened, real_provider, served_by_process, until
+from support.kv.caches import Side, built, expected
+from support.kv.faults import Child
+from support.kv.producer_process import MODEL, PAGES, TOKENS, serve
 
 pytestmark = [pytest.mark.anyio, pytest.mark.libfabric, pytest.mark.one_library]
 
@@ -31,7 +31,7 @@ PATTERN = 0xEE
 def children(request: pytest.FixtureRequest) -> Iterator[list[Child]]:
     """Processes; started before the loop runs, for that blocks."""
     provider = request.getfixturevalue("provider")
-    made = [Child("kv_producer_process.py", provider, pause, 4) for pause in getattr(request, "param", [0.002])]
+    made = [Child("support.kv.producer_process", provider, pause, 4) for pause in getattr(request, "param", [0.002])]
     yield made
     for child in made:
         child.end()

@@ -21,8 +21,8 @@ from aiote.kvcache.producer import Producer
 from aiote.kvcache.protocol import TransferRefused
 from aiote.service import CallError
 from aiote.testing import Fabric, run
-from kv_harm import break_things
-from mapped_caches import Model, Side, built, fill, item, spread, value
+from support.kv.caches import Model, Side, built, fill, item, spread, value
+from support.kv.faults import break_things
 
 SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 30)
 MODEL = Model(layers=3, heads=2, item=16)

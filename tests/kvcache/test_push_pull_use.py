@@ -9,9 +9,9 @@ import pytest
 import aiote
 from aiote.kvcache import PagePool, PageRow
 from aiote.kvcache.protocol import TransferRefused
-from engines import until
-from kv_worlds import BEFORE, World, decode, prefill, world
-from mapped_caches import Model, Side, expected, fill, same, value
+from support.engines.opening import until
+from support.kv.caches import Model, Side, expected, fill, same, value
+from support.kv.worlds import BEFORE, World, decode, prefill, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19

@@ -13,8 +13,8 @@ import aiote
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.producer import Producer
 from aiote.kvcache.protocol import TransferRefused
-from kv_worlds import BEFORE, World, decode, world
-from mapped_caches import Model, Side, expected, fill, same
+from support.kv.caches import Model, Side, expected, fill, same
+from support.kv.worlds import BEFORE, World, decode, world
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS, MATCH_S, STALL_S = 19, 7, 4

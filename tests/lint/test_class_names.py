@@ -12,11 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CLASS = re.compile(r"^[ \t]*(?:cdef[ \t]+)?class[ \t]+(\w+)", re.MULTILINE)
-TWINS = {
-    ("ImmCounters", "aiote/core/imm_counters.py", "aiote_native/counters.pyx"): "the reference, and the native table",
-    ("Ticket", "aiote/core/imm_counters.py", "aiote_native/counters.pyx"): "a wait of either table",
-}
-"""Classes with one name on purpose: a Python reference and its native twin, which give equal results."""
 
 
 def sources() -> dict[str, str]:
@@ -38,8 +33,7 @@ def test_a_class_name_means_one_class() -> None:
     texts = sources()
     assert len(texts) > 300
     found = repeated(texts)
-    assert found - TWINS.keys() == set(), "give one of the classes another name, or list native twins with the reason"
-    assert TWINS.keys() - found == set(), "these are no twins any more: take them off the list"
+    assert found == set(), "give one of the classes another name"
 
 
 def test_repeated_names_are_found() -> None:

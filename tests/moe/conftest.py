@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cuda_emulation import LIBRARY, Emulation, compiled
+from support.gpu.emulation import LIBRARY, Emulation, compiled
 
 
 @pytest.fixture(scope="session")

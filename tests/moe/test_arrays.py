@@ -11,8 +11,8 @@ import pytest
 import aiote
 from aiote.moe import MoeConfig
 from aiote.moe.arrays import lines, plain
-from engines import opened
-from moe_ranks import all_of, ranks
+from support.engines.opening import opened
+from support.moe.ranks import all_of, ranks
 
 CONFIG = MoeConfig(experts=4, top_k=2, hidden=16, tokens=6, rows=12, dtype="float8_e4m3fn", scales=2)
 

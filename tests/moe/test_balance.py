@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import machine
 from aiote.moe import MoeConfig
 from aiote.testing import EFA_200G, Fabric, run
-from moe_ranks import Tokens, all_of, compute, ranks
+from support import machine
+from support.moe.ranks import Tokens, all_of, compute, ranks
 
 pytestmark = pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 

@@ -13,9 +13,9 @@ import pytest
 import aiote
 from aiote.moe import MoeConfig, open_group
 from aiote.moe.blocking import HeldGroup, PendingStep
-from bridges import bridge_to
-from engines import PATIENCE_S, opened
-from moe_ranks import Tokens, all_of, compute, ranks, reference
+from support.engines.opening import PATIENCE_S, opened
+from support.moe.ranks import Tokens, all_of, compute, ranks, reference
+from support.service.bridges import bridge_to
 
 CONFIG = MoeConfig(experts=6, top_k=3, hidden=8, tokens=7, dtype="float32", out_dtype="float32")
 

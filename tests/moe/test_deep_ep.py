@@ -8,38 +8,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-import torch_ranks
+from support.connectors import torch_ranks
 
 pytestmark = pytest.mark.needs_torch
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_published_logic_passes(tmp_path, ranks):
-    assert torch_ranks.run("deep_ep_scenarios.published", ranks, tmp_path) == [16] * ranks
+    assert torch_ranks.run("support.moe.deep_ep_scenarios.published", ranks, tmp_path) == [16] * ranks
 
 
 def test_the_functions_of_the_page_give_what_experts_return(tmp_path):
-    torch_ranks.run("deep_ep_scenarios.of_the_page", 2, tmp_path)
+    torch_ranks.run("support.moe.deep_ep_scenarios.of_the_page", 2, tmp_path)
 
 
 def test_calls_may_overlap_be_repeated_and_passed_over(tmp_path):
-    torch_ranks.run("deep_ep_scenarios.order", 2, tmp_path)
+    torch_ranks.run("support.moe.deep_ep_scenarios.order", 2, tmp_path)
 
 
 def test_what_cannot_be_had_is_refused_and_harms_nothing(tmp_path):
-    torch_ranks.run("deep_ep_scenarios.refusals", 3, tmp_path)
+    torch_ranks.run("support.moe.deep_ep_scenarios.refusals", 3, tmp_path)
 
 
 def test_with_shrinking_the_others_go_on_without_the_ranks_that_died(tmp_path):
-    assert torch_ranks.run("deep_ep_scenarios.shrinking", 4, tmp_path, gone=(1, 3)) == [2, None, 2, None]
+    assert torch_ranks.run("support.moe.deep_ep_scenarios.shrinking", 4, tmp_path, gone=(1, 3)) == [2, None, 2, None]
 
 
 def test_a_rank_that_lives_is_masked(tmp_path):
-    torch_ranks.run("deep_ep_scenarios.told_to_mask", 3, tmp_path)
+    torch_ranks.run("support.moe.deep_ep_scenarios.told_to_mask", 3, tmp_path)
 
 
 def test_without_shrinking_a_lost_rank_is_an_error_that_names_it(tmp_path):
-    first, second, _ = torch_ranks.run("deep_ep_scenarios.losing", 3, tmp_path, gone=(2,))
+    first, second, _ = torch_ranks.run("support.moe.deep_ep_scenarios.losing", 3, tmp_path, gone=(2,))
     for text in (first, second):
         # Who hears of it from the other rank sooner than from the network is told by that one.
         assert text.startswith(("PeerLostError: ", "GroupBrokenError: "))

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-import moe_twins
 from aiote.moe import device, kernels
-from cuda_emulation import Emulation
+from support.gpu.emulation import Emulation
+from support.moe import twins as moe_twins
 
 EXPERTS, RANKS, TOKENS, TOP_K, HIDDEN = 12, 3, 20, 4, 64
 SANITIZER_S = 900

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import aiote
-import machine
-import moe_twins
 from aiote.moe import device, kernels
-from cuda_emulation import Emulation
+from support import machine
+from support.gpu.emulation import Emulation
+from support.moe import twins as moe_twins
 
 # Five properties: ten thousand shapes in all at full length.
 many = settings(max_examples=2000) if machine.LONG else settings()

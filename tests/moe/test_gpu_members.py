@@ -13,10 +13,10 @@ import pytest
 
 import aiote
 from aiote.moe import GroupBrokenError, MoeConfig
-from cuda_emulation import EmulatedGpu, Emulation
-from engines import LOST_SOON, opened, until
-from moe_devices import Place, fetched, filled, mixed, moved, turn
-from moe_ranks import Tokens, all_of, reference
+from support.engines.opening import LOST_SOON, opened, until
+from support.gpu.emulation import EmulatedGpu, Emulation
+from support.moe.devices import Place, fetched, filled, mixed, moved, turn
+from support.moe.ranks import Tokens, all_of, reference
 
 RNG = np.random.default_rng(11)
 MASK = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, on_loss="mask")

@@ -12,11 +12,11 @@ import pytest
 
 import aiote
 from aiote.moe import GroupBrokenError, MoeConfig, MoeOverflowError, device, device_round, open_group
-from cuda_emulation import EmulatedGpu
-from engines import PATIENCE_S, linked, opened, until
-from moe_devices import Place, drawn, filled, moved, on_a_gpu, rounds
-from moe_ranks import Tokens, all_of, expert, ranks, reference
-from page_blocks import block, replaced, run
+from support.checkout.page_blocks import block, replaced, run
+from support.engines.opening import PATIENCE_S, linked, opened, until
+from support.gpu.emulation import EmulatedGpu
+from support.moe.devices import Place, drawn, filled, moved, on_a_gpu, rounds
+from support.moe.ranks import Tokens, all_of, expert, ranks, reference
 
 PACKED: dict[str, Any] = {"placement": "packed"}
 SHAPES = {

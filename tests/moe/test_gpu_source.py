@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import aiote
-import machine
-import nvrtc
 from aiote.moe import device, kernels
-from cuda_emulation import THREADS, compiled, ordering_lines
+from support import machine
+from support.gpu import nvrtc
+from support.gpu.emulation import THREADS, compiled, ordering_lines
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100") if machine.LONG else ("sm_90",)
 """NVRTC takes seconds for each."""

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aiote.moe.round
-import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.native_plan import NativePlan
 from aiote.moe.plan import Counts, RoundPlan
 from aiote.testing import Fabric, run
-from moe_devices import Place, check, drawn, mixed, turn
-from moe_ranks import all_of
-from virtual_gpu import VirtualGpu, watched
+from support import machine
+from support.gpu.virtual import VirtualGpu, watched
+from support.moe.devices import Place, check, drawn, mixed, turn
+from support.moe.ranks import all_of
 
 pytestmark = pytest.mark.needs_cxx
 

@@ -14,9 +14,9 @@ import pytest
 import aiote
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, leaving, open_group
 from aiote.moe.states import Membership, RoundState
-from engines import LOST_SOON, PATIENCE_S, opened, until
-from moe_ranks import Tokens, all_of, compute, ranks, reference, whole_round
-from round_model import RoundModel
+from support.engines.opening import LOST_SOON, PATIENCE_S, opened, until
+from support.moe.ranks import Tokens, all_of, compute, ranks, reference, whole_round
+from support.moe.round_model import RoundModel
 
 CONFIG = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, rows=36, placement="packed")
 MASK = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, on_loss="mask")

@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.memory import LaneMap
 from aiote.moe.plan import Counts, RoundPlan
-from moe_twins import numbered
+from support import machine
+from support.moe.twins import numbered
 
 # Four properties: ten thousand shapes in all at full length.
 many = settings(max_examples=2500) if machine.LONG else settings()

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.native_plan import NativePlan
 from aiote.moe.plan import Counts, RoundPlan
+from support import machine
 
 ARRAYS = (
     "by_rank", "first", "before", "base", "taken", "kept", "kept_rows", "sent", "start", "returned", "answer",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiote.moe import MoeConfig
-from engines import each_memory, opened
-from moe_ranks import SHAPES, Tokens, ranks, whole_round
+from support.engines.opening import each_memory, opened
+from support.moe.ranks import SHAPES, Tokens, ranks, whole_round
 
 
 async def rounds(provider: str, config: MoeConfig, count: int, number: int = 4) -> None:

@@ -15,10 +15,10 @@ import aiote
 from aiote.moe.config import Sizes
 from aiote.moe.kernels import copy_rows
 from aiote.moe.plan import Counts, RoundPlan
-from engines import LOST_SOON, PATIENCE_S, opened, until
-from moe_ranks import SHAPES, all_of, ranks
-from moe_sharing import CONFIG, bytes_over_rails, each_shape, pairs_mapped, rounds, shaped
-from shares import mappings
+from support.engines.opening import LOST_SOON, PATIENCE_S, opened, until
+from support.moe.ranks import SHAPES, all_of, ranks
+from support.moe.sharing import CONFIG, bytes_over_rails, each_shape, pairs_mapped, rounds, shaped
+from support.rails.shared_memory import mappings
 
 
 @pytest.mark.parametrize("provider", ["local", "socket"])

@@ -11,9 +11,9 @@ import pytest
 
 import aiote
 from aiote.moe import MoeGroup, kernels, lane
-from engines import PATIENCE_S, opened, until
-from moe_ranks import SHAPES, Tokens, all_of, compute, ranks
-from moe_sharing import CONFIG, each_shape, given, rounds, shaped
+from support.engines.opening import PATIENCE_S, opened, until
+from support.moe.ranks import SHAPES, Tokens, all_of, compute, ranks
+from support.moe.sharing import CONFIG, each_shape, given, rounds, shaped
 
 
 @pytest.fixture(autouse=True)

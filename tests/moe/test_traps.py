@@ -16,8 +16,8 @@ import pytest
 
 from aiote.moe import MoeConfig, MoeGroup, MoeOverflowError
 from aiote.testing import CONNECTX7_400G, EFA_100G, Fabric
-from engines import opened
-from moe_ranks import Tokens, all_of, check_rows, compute, expert, ranks, reference, summed, whole_round
+from support.engines.opening import opened
+from support.moe.ranks import Tokens, all_of, check_rows, compute, expert, ranks, reference, summed, whole_round
 
 each_provider = pytest.mark.parametrize("provider", ["shared", "local", "socket", "uneven", "verbs"])
 each_placement = pytest.mark.parametrize("placement", ["packed", "direct"])

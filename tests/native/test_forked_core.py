@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from engines import FORKS
-from machine import SLOWER
-from rail_pair import KINDS, Kind
+from support import TESTS
+from support.engines.opening import FORKS
+from support.machine import SLOWER
+from support.rails.rail_pair import KINDS, Kind
 
 pytestmark = pytest.mark.libfabric
 
@@ -20,7 +20,7 @@ PROGRAM = r"""
 import gc, os, signal, sys, warnings
 import numpy as np
 from aiote.rails import CounterWait, ForkError, Operation, PageIndex, ValueWatch, acquire
-from rail_pair import KINDS, Pair, filled, opened
+from support.rails.rail_pair import KINDS, Pair, filled, opened
 
 warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the very case
 
@@ -123,7 +123,7 @@ def test_a_child_gets_errors_and_the_parent_goes_on(kind: Kind, mode, leave, tmp
     forks = 1 if leave == "in order" else 10 if SLOWER == 1 else 4
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    path = os.pathsep.join((str(Path(__file__).parents[1] / "support"), *filter(None, sys.path)))
+    path = os.pathsep.join((str(TESTS), *filter(None, sys.path)))
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", FORKS, program, kind.provider, mode, leave, str(forks)],
         env={**os.environ, "PYTHONPATH": path},

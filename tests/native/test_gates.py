@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from aiote_native.peer_wakeups import WakeupEvent
-from own_page import BUSY, GATES, own_page
-from rail_pair import KINDS, Pair, Rails, filled, opened
+from support.engines.wakeup_page import BUSY, GATES, own_page
+from support.rails.rail_pair import KINDS, Pair, Rails, filled, opened
 
 pytestmark = pytest.mark.libfabric
 

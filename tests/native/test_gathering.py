@@ -15,7 +15,7 @@ import aiote
 from aiote.errors import UsageError
 from aiote.testing import UNRULY, Fabric, NicModel, run
 from aiote_native.gathering import plan
-from engines import PATIENCE_S, across, linked
+from support.engines.opening import PATIENCE_S, across, linked
 
 PAGE = 16384
 PAGES = 64

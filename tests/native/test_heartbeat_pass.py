@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aiote.core.heartbeat_clock import HeartbeatClock
 from aiote.rails import Pulse, check_pulses
-from rail_pair import Kind, Pair, filled, opened
+from support.rails.rail_pair import Kind, Pair, filled, opened
 
 INTERVAL, LIMIT, EARLY = 1.0, 4.0, 0.25
 QUARTERS = st.integers(0, 20).map(lambda quarters: quarters / 4)

@@ -15,26 +15,15 @@ import pytest
 
 from aiote_native.counters import ImmCounters
 from aiote_native.streams.sockets import parse
-from compiled import preloaded, shared
-from engines import run_script
-from rail_pair import Kind, Pair, Rails, Side, filled, opened
-from raw_ring import HEADER, RING_BYTES, WRITE, Frame, raw_ring, write
+from support import TESTS
+from support.checkout.compiled import preloaded, shared
+from support.engines.opening import run_script
+from support.rails.rail_pair import Kind, Pair, filled, opened
+from support.rails.raw_ring import HEADER, RING_BYTES, WRITE, Frame, raw_ring, write
 
-SUPPORT = str(Path(__file__).parents[1] / "support")
 IMM = 0x123
 MAX_PARTS = 32
 PUSH_BUDGET = 2 << 20
-
-
-@pytest.fixture
-def rails() -> Iterator[Rails]:
-    with opened(Kind("local")) as rails:
-        yield rails
-
-
-@pytest.fixture
-def side(rails: Rails) -> Side:
-    return rails.side()
 
 
 def test_a_flood_of_refused_writes_is_bounded(rails, side):
@@ -166,7 +155,7 @@ ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
 BROKEN_SENDS = """
     import ctypes, sys
     sys.path.append(sys.argv[1])
-    from rail_pair import Kind, Pair, filled, opened
+    from support.rails.rail_pair import Kind, Pair, filled, opened
 
     shim = ctypes.CDLL(sys.argv[2])
     failed = 0
@@ -194,8 +183,8 @@ READS = """
     import ctypes, mmap, socket, sys
     sys.path.append(sys.argv[1])
     from aiote_native.streams.sockets import parse
-    from rail_pair import Kind, opened
-    from raw_ring import READ, Frame
+    from support.rails.rail_pair import Kind, opened
+    from support.rails.raw_ring import READ, Frame
 
     shim = ctypes.CDLL(sys.argv[2])
     shim.swallow.restype = ctypes.c_long
@@ -229,14 +218,14 @@ def shim(tmp_path: Path) -> str:
 
 def test_a_send_that_fails_at_any_time_ends_what_it_was_for(shim):
     """Also the one that is tried just before the loop sleeps: nobody else would tell of it."""
-    done = run_script(BROKEN_SENDS, SUPPORT, shim, LD_PRELOAD=preloaded(shim))
+    done = run_script(BROKEN_SENDS, str(TESTS), shim, LD_PRELOAD=preloaded(shim))
     assert done.stdout.startswith("done"), done.stdout + done.stderr
     assert int(done.stdout.split()[1]) > 1
 
 
 def test_a_peer_that_reads_much_leaves_the_event_loop_its_turns(shim):
     """However fast it takes what it asked for, one call sends a bounded number of bytes: it polls a few times."""
-    done = run_script(READS, SUPPORT, shim, LD_PRELOAD=preloaded(shim))
+    done = run_script(READS, str(TESTS), shim, LD_PRELOAD=preloaded(shim))
     assert done.stdout.startswith("done"), done.stdout + done.stderr
     sent, failed = (int(word) for word in done.stdout.split()[1:])
     assert 0 < sent <= 4 * PUSH_BUDGET

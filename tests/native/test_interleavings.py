@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import compiled
-from machine import LONG
+from support.checkout import compiled
+from support.machine import LONG
 
 SOURCES = Path(__file__).parent / "interleaving"
 SCHEDULES = int(os.environ.get("AIOTE_TEST_SCHEDULES") or (170_000 if LONG else 100_000))

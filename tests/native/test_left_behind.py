@@ -7,7 +7,7 @@ import os
 import pytest
 
 from aiote.rails import acquire
-from rail_pair import Kind, opened
+from support.rails.rail_pair import Kind, opened
 
 
 @pytest.mark.parametrize("provider", ["local", "socket", "tcp", "sim"])

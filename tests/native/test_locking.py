@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from engines import run_script
-
-SUPPORT = str(Path(__file__).parents[1] / "support")
+from support import TESTS
+from support.engines.opening import run_script
 
 START = """
     import sys
     sys.path.append(sys.argv[1])
-    from rail_pair import Kind, Pair, opened
+    from support.rails.rail_pair import Kind, Pair, opened
 """
 
 ACKNOWLEDGED = (
@@ -129,11 +126,11 @@ COMPUTES = (
 @pytest.mark.parametrize("script", [ACKNOWLEDGED, COLLECTED], ids=["acknowledged", "collected"])
 def test_the_lock_is_given_back_whatever_is_acknowledged_or_collected(script):
     """Whatever number a peer acknowledges, and wherever the collector runs."""
-    done = run_script(script, SUPPORT)
+    done = run_script(script, str(TESTS))
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
 
 
 def test_the_native_thread_goes_on_while_python_computes():
     """Who submits lets go of the GIL, and of the lock before it waits to have that back."""
-    done = run_script(COMPUTES, SUPPORT)
+    done = run_script(COMPUTES, str(TESTS))
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr

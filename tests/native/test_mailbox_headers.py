@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import compiled
+from support.checkout import compiled
 
 SLOT_BYTES = 64
 SLOTS = 4

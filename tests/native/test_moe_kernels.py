@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import machine
-import moe_twins
 from aiote.moe import kernels
 from aiote_native.moe import use_avx2
+from support import machine
+from support.moe import twins as moe_twins
 
 # Five tests: together more than ten thousand shapes.
 many = settings(max_examples=2500) if machine.LONG else settings()

@@ -20,8 +20,8 @@ from aiote.errors import FabricError
 from aiote_native.core import Core
 from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent, parse_address
 from aiote_native.waits import CounterWait
-from own_page import PAGE, own_page
-from rail_pair import KINDS, Pair, opened
+from support.engines.wakeup_page import PAGE, own_page
+from support.rails.rail_pair import KINDS, Pair, opened
 
 SHRINK, GROW, SEAL = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL
 SECRET = 16

@@ -1,4 +1,4 @@
-"""The engine's recovery of a dead channel is the twin of `aiote.core.recovery`, which random schedules prove.
+"""The engine's recovery of a dead channel is the twin of `reference.recovery`, which random schedules prove.
 
 Both get the same lost requests, confirmed counts and account of the peer. Either both refuse it, or they post the same
 at once and after each end of a post, in whatever order the posts end and transfers are cancelled.
@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import compiled
 from aiote.core.failover import Account, FailoverError
-from aiote.core.recovery import Post, Recovery, TrackedWork, cancel, resolved, take_over
+from reference.recovery import Post, Recovery, TrackedWork, cancel, resolved, take_over
+from support.checkout import compiled
 
 SOURCE = Path(__file__).parent / "recoveries" / "recoveries.pyx"
 IMM_DATA = st.sampled_from([0, 7, 2**28 + 7, 2**32 - 1])
@@ -45,7 +45,7 @@ def recoveries(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 class Reference:
-    """The same of `aiote.core.recovery`."""
+    """The same of `reference.recovery`."""
 
     def __init__(self, posts: list[tuple[int | None, int, bool]], confirmed: dict[int, int], forgettable: int) -> None:
         self.confirmed, self.forgettable = confirmed, forgettable

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiote.rails import PeerLink
-from rail_pair import Kind, Pair, Rails, Side, filled, opened
+from support.rails.rail_pair import Kind, Pair, Rails, Side, filled, opened
 
 MANY = 12
 """More than are polled in every round."""

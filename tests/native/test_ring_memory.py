@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from compiled import preloaded, shared
-from engines import run_script
-from rail_pair import Kind, Pair, filled, opened
-from raw_ring import DATA, RING_BYTES
-
-SUPPORT = str(Path(__file__).parents[1] / "support")
+from support import TESTS
+from support.checkout.compiled import preloaded, shared
+from support.engines.opening import run_script
+from support.rails.rail_pair import Kind, Pair, filled, opened
+from support.rails.raw_ring import DATA, RING_BYTES
 
 
 def resident_rings() -> list[int]:
@@ -53,7 +50,7 @@ int madvise(void* at, size_t length, int advice) {
 """
 WITHOUT_MEMORY = """
 import ctypes, errno, sys
-from rail_pair import Kind, Pair, filled, opened
+from support.rails.rail_pair import Kind, Pair, filled, opened
 with opened(Kind("local")) as rails:
     pair, other = Pair.of(rails), Pair.of(rails)
     source, target = pair.a.register(filled(1 << 20)), pair.b.register(1 << 20)
@@ -76,5 +73,5 @@ def test_memory_that_a_ring_cannot_have_ends_the_stream_alone(tmp_path):
     source = tmp_path / "refuse.c"
     source.write_text(REFUSE)
     library = str(shared(source, tmp_path))
-    done = run_script(WITHOUT_MEMORY, library, LD_PRELOAD=preloaded(library), PYTHONPATH=SUPPORT)
+    done = run_script(WITHOUT_MEMORY, library, LD_PRELOAD=preloaded(library), PYTHONPATH=str(TESTS))
     assert done.returncode == 0, done.stderr

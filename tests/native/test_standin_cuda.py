@@ -10,14 +10,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rail_pair import filled
-from standin_cuda import ILLEGAL_ADDRESS, GpuArray, broken, checked, driver, gpu_copy, held, on_device, paced, pending
+from support import TESTS
+from support.gpu.standin_cuda import (
+    ILLEGAL_ADDRESS,
+    GpuArray,
+    broken,
+    checked,
+    driver,
+    gpu_copy,
+    held,
+    on_device,
+    paced,
+    pending,
+)
+from support.rails.rail_pair import filled
 
 SIZE = 100_000
 NOT_READY = 600
@@ -69,11 +80,10 @@ def test_the_host_does_not_reach_device_memory():
         os.close(read_end)
         os.close(write_end)
     script = (
-        "import ctypes, sys; sys.path.insert(0, sys.argv[1]); from standin_cuda import GpuArray; "
+        "import ctypes, sys; sys.path.insert(0, sys.argv[1]); from support.gpu.standin_cuda import GpuArray; "
         "ctypes.string_at(GpuArray(8).address, 1)"
     )
-    folder = Path(__file__).parents[1] / "support"
-    done = subprocess.run([sys.executable, "-P", "-c", script, folder], timeout=60, stderr=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-P", "-c", script, TESTS], timeout=60, stderr=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGSEGV
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from aiote.testing import UNRULY
-from rail_pair import KINDS, Pair, opened
+from support.rails.rail_pair import KINDS, Pair, opened
 
 pytestmark = pytest.mark.libfabric
 (SIM,) = [kind for kind in KINDS if kind.provider == "sim"]

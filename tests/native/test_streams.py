@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from aiote_native.streams.rings import RingEndpoint
 from aiote_native.streams.sockets import parse
-from engines import run_script
-from rail_pair import Kind, Memory, Pair, Rails, Side, filled, opened
-from raw_ring import (
+from support.engines.opening import run_script
+from support.rails.rail_pair import Kind, Memory, Pair, Side, filled, opened
+from support.rails.raw_ring import (
     ANSWER,
     ANSWERED,
     DATA,
@@ -45,17 +45,6 @@ SIZE = 4096
 ACCESS = -errno.EACCES
 CACHED = 8 << 20
 """What is registered with more is written past the processor's caches (streams/receiving.pyx)."""
-
-
-@pytest.fixture
-def rails() -> Iterator[Rails]:
-    with opened(Kind("local")) as rails:
-        yield rails
-
-
-@pytest.fixture
-def side(rails: Rails) -> Side:
-    return rails.side()
 
 
 @pytest.fixture(params=["local", "socket"])

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rail_pair import STAGED, Memory, Rails, Side, opened
-from raw_ring import (
+from support.gpu.standin_cuda import gpu_copy
+from support.rails.rail_pair import STAGED, Memory, Rails, Side, opened
+from support.rails.raw_ring import (
     DONE,
     EXPORT,
     FORGET,
@@ -29,7 +30,6 @@ from raw_ring import (
     raw_ring,
     told,
 )
-from standin_cuda import gpu_copy
 
 SIZE = 1 << 16
 
@@ -38,11 +38,6 @@ SIZE = 1 << 16
 def rails() -> Iterator[Rails]:
     with opened(STAGED[0]) as rails:
         yield rails
-
-
-@pytest.fixture
-def side(rails: Rails) -> Side:
-    return rails.side()
 
 
 def is_broken(side: Side, ring: RawRing, *said: Frame) -> bool:

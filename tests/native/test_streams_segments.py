@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from leftovers import descriptors
-from rail_pair import STAGED, Side, opened
-from raw_ring import EXPORT, FORGET, FORGOTTEN, HANDLE, OPENED, Frame, RawRing, exported, raw_ring, told
-from standin_cuda import SEGMENT, SegmentedArray, checked, driver, on_device
+from support.gpu.standin_cuda import SEGMENT, SegmentedArray, checked, driver, on_device
+from support.process.open_resources import descriptors
+from support.rails.rail_pair import STAGED, Side, opened
+from support.rails.raw_ring import EXPORT, FORGET, FORGOTTEN, HANDLE, OPENED, Frame, RawRing, exported, raw_ring, told
 
 BATCH = struct.Struct("<iI64Q")
 """Code, how many descriptors, and the size of each."""

@@ -1,4 +1,4 @@
-"""The native tally of immediates is a dictionary of numbers: the twin of a table of `aiote.core.failover`."""
+"""The native tally of immediates is a dictionary of numbers: the twin of a table of `reference.channel_counts`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.failover import ChannelCounts
 from aiote_native.tallies import ImmTally
+from reference.channel_counts import ChannelCounts
 
 MAX_ENTRIES = 16384
 IMM_DATA = st.one_of(st.integers(0, 20), st.sampled_from([0, 2**28, 2**32 - 1, 2**31]), st.integers(0, 2**32 - 1))

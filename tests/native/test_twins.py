@@ -17,7 +17,6 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from aiote.core import imm_counters as plain_counters
 from aiote.core import striping
 from aiote.core.paging import PageList
 from aiote.core.striping import IMM_LIMIT, MAX_COUNTED, encode_immediate
@@ -25,6 +24,7 @@ from aiote.errors import UsageError
 from aiote_native.counters import ImmCounters, Ticket
 from aiote_native.posting import plan
 from aiote_native.workrequests import PageIndex
+from reference import imm_counters as plain_counters
 
 U64 = 2**64 - 1
 I64 = 2**63 - 1

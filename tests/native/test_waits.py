@@ -15,8 +15,8 @@ import pytest
 from aiote_native.buffers import acquire
 from aiote_native.core import Core
 from aiote_native.waits import CounterWait, ValueWatch, read_value
-from machine import LONG
-from rail_pair import KINDS, LIMIT_S, Kind, Pair, opened, readable
+from support.machine import LONG
+from support.rails.rail_pair import KINDS, LIMIT_S, Kind, Pair, opened, readable
 
 SHM = next(kind for kind in KINDS if kind.provider == "shm")
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.provider)

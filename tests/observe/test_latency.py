@@ -14,7 +14,7 @@ import aiote
 from aiote.observe.latency import BOUNDS, Histogram, Latencies
 from aiote.observe.wrapping import VERBS, wrap_verbs
 from aiote_native.timing import bucket
-from engines import across, linked
+from support.engines.opening import across, linked
 
 
 @given(st.lists(st.integers(0, 1 << 45), min_size=1))

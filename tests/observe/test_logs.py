@@ -10,7 +10,7 @@ import pytest
 
 from aiote.observe.events import Events
 from aiote.observe.logs import EVENTS
-from engines import linked, until
+from support.engines.opening import linked, until
 
 
 async def test_events_of_an_engine_are_logged_with_their_details(caplog):

@@ -18,7 +18,7 @@ from aiote.observe.latency import Latencies
 from aiote.observe.prometheus import CALLS, METRICS, CallCollector, EngineCollector
 from aiote.testing import Fabric, NicModel
 from aiote.transfers import inbox
-from engines import across, fabric, linked, opened, pair, until
+from support.engines.opening import across, fabric, linked, opened, pair, until
 
 MIB = 1 << 20
 SCENARIOS: dict[str, tuple[set[str], Callable[[], Awaitable[None]]]] = {}

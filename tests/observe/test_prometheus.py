@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aiote.kvcache import PagePool
 from aiote.observe.latency import Latencies
 from aiote.observe.prometheus import CALLS, DESCRIBED, METRICS, POOL, EngineCollector, PoolCollector
-from engines import across, linked
+from support.engines.opening import across, linked
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "_static" / "grafana.json"

@@ -24,7 +24,7 @@ from aiote.kvcache import PagePool
 from aiote.observe import CallTimes
 from aiote.observe.latency import Latencies
 from aiote.observe.prometheus import CallCollector, EngineCollector, PoolCollector
-from engines import PATIENCE_S, across, linked
+from support.engines.opening import PATIENCE_S, across, linked
 
 DOCS = Path(__file__).parents[2] / "docs"
 KNOWN_COMPLAINT = "aiote_counter_waits metric name should not include type 'counter'\n"

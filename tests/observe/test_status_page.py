@@ -34,7 +34,7 @@ from aiote.observe.status_page import (
     pages,
     read_page,
 )
-from engines import linked, pair, until
+from support.engines.opening import linked, pair, until
 
 PATIENCE_S = 60
 NAME = f"{this_process()}-1.page"

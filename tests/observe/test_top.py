@@ -31,7 +31,7 @@ from aiote.observe.status_page import (
     RailStatus,
     ServiceStatus,
 )
-from engines import PATIENCE_S
+from support.engines.opening import PATIENCE_S
 
 ALONE = """
 import os, pathlib

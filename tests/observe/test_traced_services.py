@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from aiote import service
 from aiote.observe import tracing
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
-from engines import opened, pair
-from kv_worlds import compute, world
-from mapped_caches import Model, Side, fill
+from support.engines.opening import opened, pair
+from support.kv.caches import Model, Side, fill
+from support.kv.worlds import compute, world
 
 pytestmark = pytest.mark.libfabric
 

@@ -18,7 +18,7 @@ import aiote
 from aiote import service
 from aiote.observe import tracing
 from aiote.observe.context import CONTEXT_BYTES, call_context
-from engines import across, linked, pair, until
+from support.engines.opening import across, linked, pair, until
 
 
 class Adder(service.Service):

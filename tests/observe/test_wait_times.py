@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote.observe import Latencies, WaitTimes
-from engines import across, linked, pair, until
+from support.engines.opening import across, linked, pair, until
 
 
 @asynccontextmanager

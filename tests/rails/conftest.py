@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rail_pair import KINDS, STAGED, Kind, Pair, Rails, opened
+from support.rails.rail_pair import KINDS, STAGED, Kind, Pair, Rails, opened
 
 
 @pytest.fixture(params=[*KINDS, *STAGED], ids=lambda kind: kind.provider + ("-gpu" if kind.memory == "cuda" else ""))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aiote.rails import Operation, PageIndex, StatusError
-from rail_pair import Memory, Pair, Rails, Side, filled
+from support.rails.rail_pair import Memory, Pair, Rails, Side, filled
 
 pytestmark = pytest.mark.libfabric
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from aiote.rails import PeerLink
-from rail_pair import Pair, Rails, Side
+from support.rails.rail_pair import Pair, Rails, Side
 
 pytestmark = pytest.mark.libfabric
 

@@ -8,7 +8,7 @@ import select
 import pytest
 
 from aiote.rails import RemoteMemory
-from rail_pair import LIMIT_S, Kind, Pair, Rails, Side, filled, opened
+from support.rails.rail_pair import LIMIT_S, Kind, Pair, Rails, Side, filled, opened
 
 pytestmark = pytest.mark.libfabric
 

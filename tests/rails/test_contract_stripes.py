@@ -16,7 +16,7 @@ import pytest
 
 from aiote.core.striping import plan
 from aiote.rails import PeerLink
-from rail_pair import KINDS, Kind, Memory, Pair, Rails, Side, filled, opened
+from support.rails.rail_pair import KINDS, Kind, Memory, Pair, Rails, Side, filled, opened
 
 pytestmark = pytest.mark.libfabric
 

@@ -29,8 +29,8 @@ from aiote_native.cuda.driver import load
 from aiote_native.provider import NativeDevice, NicRegistration
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
-from leftovers import descriptors
-from standin_cuda import driver, failing, gpu_copy, standin_path
+from support.gpu.standin_cuda import driver, failing, gpu_copy, standin_path
+from support.process.open_resources import descriptors
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 DRIVERS = {

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sysfs_trees
 from aiote.cli.doctor import as_dict, lines
 from aiote.cli.trial import PROVIDERS, Trial, tried
 from aiote.rails.contract import NEVER_RUN
 from aiote.rails.diagnosis import Finding, examine
 from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from aiote.rails.libfabric import CXI_LACKS
-from switch import Switch
+from support.rails import sysfs_trees
 
 GIB = 1 << 30
 ROUTED = GidFacts(2, "10.0.0.1")
@@ -378,13 +377,6 @@ def until_wrong(name: str, count: int) -> list[Finding]:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
     return found
-
-
-@pytest.fixture
-def switch() -> Iterator[Switch]:
-    switch = Switch()
-    yield switch
-    switch.mend()
 
 
 @pytest.fixture

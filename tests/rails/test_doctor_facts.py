@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sysfs_trees
 from aiote.errors import FabricError
 from aiote.rails import facts as module
 from aiote.rails.diagnosis import examine
 from aiote.rails.facts import Facts, GidFacts, Limit, Net, gather, node_state
-from sysfs_trees import Entry
+from support.rails import sysfs_trees
+from support.rails.sysfs_trees import Entry
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 NIC = "devices/pci0000:00/0000:00:05.0"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from machine import LONG
-from standin_efa import SOURCES, environment, libraries, spoken
+from support.machine import LONG
+from support.rails.standin_efa import SOURCES, environment, libraries, spoken
 
 STORMS = 400 if LONG else 40
 CASES = ("cancelled:1", "cancelled:2", "revoked:2", "lost:1", "closed:2", "forgotten", "slow_receiver", "joins")

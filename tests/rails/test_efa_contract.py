@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from machine import LONG
-from standin_efa import environment, libraries, spoken
+from support.machine import LONG
+from support.rails.standin_efa import environment, libraries, spoken
 
 HERE = Path(__file__).parent
 SUITE = sorted(str(path) for path in HERE.glob("test_contract*.py"))

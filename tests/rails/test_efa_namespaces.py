@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from machine import LONG
-from namespaces import ENVIRONMENT, Network, end_of
-from standin_efa import environment, libraries, spoken
+from support.machine import LONG
+from support.network.namespaces import ENVIRONMENT, Network, end_of
+from support.rails.standin_efa import environment, libraries, spoken
 
 ROLES = ("prefill", "decode")
 PROGRAM = "import sys; sys.executable = {wrapper!r}; from aiote.__main__ import main; sys.exit(main())"

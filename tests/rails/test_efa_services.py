@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from machine import LONG
-from standin_efa import SOURCES, environment, libraries, spoken
+from support.machine import LONG
+from support.rails.standin_efa import SOURCES, environment, libraries, spoken
 
 ROOT = Path(__file__).parents[2]
 CASES = ("kvcache:2", "weights:4", "moe:2")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled import module
-from standin_efa import SOURCES, environment, libraries, spoken
+from support.checkout.compiled import module
+from support.rails.standin_efa import SOURCES, environment, libraries, spoken
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.timeout(300)]
 

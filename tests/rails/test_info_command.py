@@ -11,10 +11,10 @@ import sys
 import pytest
 from rich.console import Console
 
-import sysfs_trees
 from aiote.cli.info import SOFTWARE_SHOWN, Machine, as_dict, likely_providers, picture
 from aiote.rails.sysfs import read_topology
 from aiote.rails.topology import Nic, Topology
+from support.rails import sysfs_trees
 
 SECTIONS = {"aiote", "python", "libfabric", "sysfs", "rails_from", "nodes", "gpus", "nics", "shm", "local"}
 

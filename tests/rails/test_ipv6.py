@@ -14,8 +14,8 @@ from aiote import UsageError
 from aiote.rails import host_addresses
 from aiote.rails.host_addresses import addresses, in_order, nearest
 from aiote_native.streams.sockets import parse
-from engines import PATIENCE_S
-from namespaces import ENVIRONMENT, Network
+from support.engines.opening import PATIENCE_S
+from support.network.namespaces import ENVIRONMENT, Network
 
 TOKEN = "ab" * 16
 HOSTS = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "::1": "lo", "2001:db8::5": "eth0", "fe80::5%eth0": "eth0"}

@@ -21,7 +21,7 @@ from aiote.cli.prove_report import Outcome, Report, now
 from aiote.rails.ports import read_ports
 from aiote.testing import Fabric
 from aiote.testing.contract import CHECKS, Broken, Check, EnginePair, FarSide, HostMemory, RailPull, adversity
-from machine import LONG
+from support.machine import LONG
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--no-bench", "--no-suites")

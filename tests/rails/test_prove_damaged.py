@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from aiote.testing.contract import CHECKS
-from compiled import preloaded, shared
+from support import TESTS
+from support.checkout.compiled import preloaded, shared
 
-SUPPORT = Path(__file__).parents[1] / "support" / "standin"
+STANDIN = TESTS / "support" / "gpu" / "standin"
 PASSED = {**dict.fromkeys([check.name for check in CHECKS], "passed"), "pulled-rail": "not run"}
 
 
@@ -41,7 +42,7 @@ def details(report: dict[str, Any]) -> dict[str, str]:
 
 def on_standin(folder: Path, damage: str, over: str = "socket") -> tuple[int, dict[str, Any]]:
     """Prove a GPU over the stand-in for its driver: staged over TCP, or shared on this machine."""
-    cupy = str(SUPPORT / "cupy_on_standin")
+    cupy = str(STANDIN / "cupy_on_standin")
     return proven(folder, "cuda", "--over", over, PYTHONPATH=cupy, STANDIN_DAMAGE=damage)
 
 
@@ -67,7 +68,7 @@ def test_a_damaged_driver_is_found(damage, check, says, tmp_path):
 
 
 def test_a_network_that_changes_bytes_is_found(tmp_path):
-    library = shared(SUPPORT / "damaged_receive.c", tmp_path)
+    library = shared(STANDIN / "damaged_receive.c", tmp_path)
     status, report = proven(tmp_path, "socket", LD_PRELOAD=preloaded(library))
     assert (status, statuses(report)["writes"]) == (1, "failed")
     assert "arrived changed" in details(report)["writes"]
@@ -76,7 +77,7 @@ def test_a_network_that_changes_bytes_is_found(tmp_path):
 
 @pytest.mark.needs_rdma
 def test_a_nic_that_sends_too_little_is_found(tmp_path):
-    library = shared(SUPPORT / "damaged_verbs.c", tmp_path)
+    library = shared(STANDIN / "damaged_verbs.c", tmp_path)
     status, report = proven(tmp_path, "verbs", LD_PRELOAD=preloaded(library))
     assert (status, statuses(report)["writes"]) == (1, "failed")
     assert "a write of 4096 bytes arrived changed" in details(report)["writes"]

@@ -12,8 +12,8 @@ import pytest
 
 from aiote.cli import prove_suites
 from aiote.testing.contract import CHECKS
-from machine import LONG
-from standin_efa import environment, libraries, spoken
+from support.machine import LONG
+from support.rails.standin_efa import environment, libraries, spoken
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.timeout(1000)]
 ROOT = Path(__file__).parents[2]

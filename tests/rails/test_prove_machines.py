@@ -13,11 +13,11 @@ from typing import Any
 import anyio
 import pytest
 
-import namespaces
 from aiote.cli import prove_wire
 from aiote.cli.prove_wire import FarLost, FarRefused, Frames, Greeting, exchange, place, serve
 from aiote.testing.contract import CHECKS
-from prove_sides import AIOTE, KEY, OTHER_KEY, connected, listening, statuses
+from support.network import namespaces
+from support.process.prove_sides import AIOTE, KEY, OTHER_KEY, connected, listening, statuses
 
 NAMES = [check.name for check in CHECKS]
 

@@ -12,8 +12,8 @@ import pytest
 import aiote
 from aiote.cli import prove_link
 from aiote.testing.contract import NotHere
-from namespaces import Network, end_of
-from prove_sides import AIOTE, connected, listening, statuses
+from support.network.namespaces import Network, end_of
+from support.process.prove_sides import AIOTE, connected, listening, statuses
 
 CABLES = 3
 RAILS = ("--rails", "cable1,cable2")

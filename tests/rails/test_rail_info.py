@@ -6,7 +6,7 @@ import pytest
 
 from aiote.rails import sysfs
 from aiote.rails.topology import Nic, Place
-from rail_pair import Rails
+from support.rails.rail_pair import Rails
 
 
 def test_a_rail_is_matched_with_its_nic(rails: Rails, monkeypatch: pytest.MonkeyPatch):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rail_pair import STAGED, Rails, Side, filled, opened
-from standin_cuda import gpu_copy
+from support.gpu.standin_cuda import gpu_copy
+from support.rails.rail_pair import STAGED, Rails, Side, filled, opened
 
 SIZE = 1 << 20
 IMM = 0x31

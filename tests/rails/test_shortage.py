@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engines import PATIENCE_S, run_script
-from namespaces import PATH
+from support.engines.opening import PATIENCE_S, run_script
+from support.network.namespaces import PATH
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.blocking_allowed("runs processes, and no engine of its own")]
 each_library = pytest.mark.parametrize("provider", ["local", "socket", "shm", "tcp"])

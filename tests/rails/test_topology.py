@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sysfs_trees
 from aiote.rails.sysfs import read_nic, read_topology
 from aiote.rails.topology import Distance, Nic, Topology, distance, nearest
 from aiote.rails.tree import MAX_ENTRIES, _numeric_key
+from support.rails import sysfs_trees
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-import sysfs_trees
 from aiote.cli.info import Machine, as_dict, picture
 from aiote.rails.sysfs import MAX_SPEED, read_nic, read_topology
 from aiote.rails.topology import Topology, nearest
 from aiote.rails.tree import MAX_NODE
-from sysfs_trees import Entry
+from support.rails import sysfs_trees
+from support.rails.sysfs_trees import Entry
 
 # Removing a tree of a hundred folders from a disk takes longer than all the rest.
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -20,7 +20,7 @@ from aiote import service
 from aiote.service.frames import MAGIC, CallFrame, Cancel, End, HelloFrame, pack, unpack
 from aiote.service.memory import LEND_BYTES
 from aiote.testing import run
-from engines import PATIENCE_S, go_round, opened, pair, until
+from support.engines.opening import PATIENCE_S, go_round, opened, pair, until
 
 pytestmark = pytest.mark.anyio
 

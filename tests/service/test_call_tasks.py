@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from aiote import service
-from engines import pair, until
+from support.engines.opening import pair, until
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ import aiote
 from aiote import service
 from aiote.service.codec import INLINE_BYTES
 from aiote.service.memory import LEND_BYTES
-from engines import each_provider, pair, until
+from support.engines.opening import each_provider, pair, until
 
 pytestmark = pytest.mark.anyio
 

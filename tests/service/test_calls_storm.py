@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import aiote
 from aiote import service
 from aiote.testing import Fabric, run
-from machine import LONG
+from support.machine import LONG
 
 SEEDS = range(10 if LONG else 2)
 CALLS, CALLERS, SERVERS = 2000, 20, 3

@@ -38,8 +38,8 @@ from aiote.service.frames import (
     unpack,
 )
 from aiote.service.memory import MAX_SEGMENTS
-from claims import WRONG, claimed
-from engines import opened, pair, until
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import opened, pair, until
 
 HELLO = HelloFrame(1, True, 16384, 8, 16, 1000)
 

@@ -19,7 +19,7 @@ from aiote.service import codec, endpoint, running, values
 from aiote.service.codec import LONG_ARRAYS, LONG_BODY, LONG_ITEM
 from aiote.service.endpoint import TURN, TURN_BYTES, CallEndpoint
 from aiote.service.frames import CallFrame, Cancel, End, HelloFrame, pack, unpack
-from engines import opened, pair, until
+from support.engines.opening import opened, pair, until
 
 LONG = LONG_BODY
 """Numbers below 128 take a byte each."""

@@ -19,8 +19,8 @@ from aiote.service.memory import (
     LentMemory,
     Staging,
 )
-from claims import WRONG, claimed
-from engines import go_round, linked, opened, until
+from support.engines.false_descriptors import WRONG, claimed
+from support.engines.opening import go_round, linked, opened, until
 
 
 def test_a_budget_bounds_one_peer_and_all():

@@ -15,10 +15,10 @@ from aiote.moe import MoeConfig, MoeGroup, open_group
 from aiote.moe.wire import SLOTS
 from aiote.transfers import Counters
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
-from engines import opened, until
-from kv_worlds import MODEL, compute
-from mapped_caches import Side, built, rows
-from moe_ranks import Tokens, all_of, whole_round
+from support.engines.opening import opened, until
+from support.kv.caches import Side, built, rows
+from support.kv.worlds import MODEL, compute
+from support.moe.ranks import Tokens, all_of, whole_round
 
 LAYOUT = Layout.over([0], {"a": ((64,), "F32", Replicate())})
 OWN = range(1 << 27)

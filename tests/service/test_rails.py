@@ -7,8 +7,8 @@ import pytest
 
 from aiote import service
 from aiote.testing import Fabric, run
-from arrays_service import Served, check, use
-from engines import each_provider, pair
+from support.engines.opening import each_provider, pair
+from support.service.arrays import Served, check, use
 
 CALLS = 12
 RAILS = ["sim0", "sim1"]

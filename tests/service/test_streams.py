@@ -16,7 +16,7 @@ from aiote import UsageError, service
 from aiote.service.codec import decoder
 from aiote.service.definition import methods_of
 from aiote.service.endpoint import CallEndpoint
-from engines import each_provider, go_round, pair, until
+from support.engines.opening import each_provider, go_round, pair, until
 
 pytestmark = pytest.mark.anyio
 

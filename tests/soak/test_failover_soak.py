@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from machine import LONG
+from support import ROOT
+from support.machine import LONG
 
-SCRIPT = Path(__file__).with_name("failover.py")
+SCRIPT = ROOT / "programs" / "soak" / "failover_schedules.py"
 SCHEDULES = 1_000_000 if LONG else 300
 PATIENCE_S = 60 + SCHEDULES / 100
 

@@ -21,11 +21,12 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S
-from leftovers import SHARED_MEMORY
-from namespaces import PATH
+from support import ROOT, TESTS
+from support.engines.opening import PATIENCE_S
+from support.network.namespaces import PATH
+from support.process.open_resources import SHARED_MEMORY
 
-FOLDER = Path(__file__).parent
+FOLDER = ROOT / "programs" / "soak"
 VIOLATED, FAILED_ITSELF = 1, 2
 
 
@@ -83,7 +84,7 @@ def test_a_violation_stands_whatever_became_of_other_turns(module, turns, status
 
 
 def test_a_rail_s_run_and_a_schedule_tell_them_apart(module, monkeypatch):
-    rails, failover = module("rails"), module("failover")
+    rails, failover = module("cut_rails"), module("failover_schedules")
     assert rails.status_of(AssertionError("3 counts of 2")) == rails.status_of(TimeoutError()) == VIOLATED
     assert rails.status_of(OSError("no connection to cut")) == FAILED_ITSELF
     for error, status in ((failover.Broken("a byte landed late"), VIOLATED), (KeyError("x"), FAILED_ITSELF)):
@@ -112,11 +113,11 @@ def test_a_rail_s_run_and_a_schedule_tell_them_apart(module, monkeypatch):
 def test_a_process_that_does_not_start_is_a_failure_and_a_crash_a_violation(
     module, verdict, ends, violations, failures
 ):
-    crew = module("crew")
+    members = module("members")
 
     async def start() -> None:
-        member = await crew.Member.start(["sh", "-c", ends], ("1", "local", "1", "peer"), "asyncio", verdict)
-        with pytest.raises(crew.GoneError):
+        member = await members.Member.start(["sh", "-c", ends], ("1", "local", "1", "peer"), "asyncio", verdict)
+        with pytest.raises(members.GoneError):
             await member.greeted
         await member.kill()
 
@@ -132,7 +133,7 @@ def test_no_name_is_used_twice():
     text = """
         import subprocess, sys
         sys.path[:0] = sys.argv[1:]
-        from links import Links
+        from network import Links
 
         def holder():
             process = subprocess.Popen(["unshare", "-n", "sh", "-c", "echo; exec cat"], stdin=-1, stdout=-1)
@@ -157,7 +158,7 @@ def test_no_name_is_used_twice():
     """
     way = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-Urn"]
     done = subprocess.run(
-        [*way, sys.executable, "-P", "-c", textwrap.dedent(text), str(FOLDER), str(FOLDER.parent / "support")],
+        [*way, sys.executable, "-P", "-c", textwrap.dedent(text), str(FOLDER), str(TESTS)],
         env={**os.environ, "AIOTE_SOAK_INSIDE": "yes", "PATH": PATH},
         capture_output=True,
         text=True,

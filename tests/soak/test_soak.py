@@ -7,15 +7,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from machine import LONG
+from support import ROOT
+from support.machine import LONG
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
-SCRIPT = Path(__file__).with_name("soak.py")
+SCRIPT = ROOT / "programs" / "soak" / "soak.py"
 SEED = "20260"
 SECONDS = "20" if LONG else "2"
 OF_ENGINES, OF_CACHES = (("tcp", "local", "socket", "shm"),) * 2 if LONG else (("tcp", "shm"), ("local", "socket"))

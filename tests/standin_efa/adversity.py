@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import aiote
-from standin_efa import REQUESTS, break_pairs, counted, fault, faulty, still_open
+from support.rails.standin_efa import REQUESTS, break_pairs, counted, fault, faulty, still_open
 
 IMM = 7
 SIZE = 1 << 20

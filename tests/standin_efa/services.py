@@ -9,18 +9,18 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 
 import aiote
 from aiote.moe import MoeConfig
 from aiote.weights import Controller, Layout, Replicate, Shard, serve_source, serve_target
-from engines import opened, until
-from kv_worlds import served_while, world
-from mapped_caches import Model, Side
-from moe_ranks import Tokens, ranks, whole_round
-from standin_efa import break_pairs, counted, faulty
+from support.engines.opening import opened, until
+from support.kv.caches import Model, Side
+from support.kv.worlds import served_while, world
+from support.moe.ranks import Tokens, ranks, whole_round
+from support.rails.standin_efa import break_pairs, counted, faulty
 
 HANGS_S = 120
 PAGES, TOKENS = 48, 160

@@ -14,10 +14,10 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import aiote
-from standin_efa import COUNTED, break_pairs, counted, fault, still_open
+from support.rails.standin_efa import COUNTED, break_pairs, counted, fault, still_open
 
 SIZE = 1 << 16
 PAGE = 512

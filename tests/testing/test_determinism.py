@@ -14,7 +14,7 @@ import pytest
 
 from aiote.kvcache import Consumer, Producer
 from aiote.testing import Fabric, run
-from mapped_caches import Model, Side, built, fill, rows
+from support.kv.caches import Model, Side, built, fill, rows
 
 STORY = Path(__file__).parent / "story.py"
 

@@ -14,7 +14,7 @@ import pytest
 
 import aiote
 from aiote.testing import UNRULY, Fabric, run
-from machine import LONG
+from support.machine import LONG
 
 SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or (100 if LONG else 12))
 SIZE = 1 << 16

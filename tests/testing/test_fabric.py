@@ -9,7 +9,7 @@ import pytest
 
 import aiote
 from aiote.testing import CONNECTX7_400G, UNRULY, Fabric, NicModel, VirtualLoop, run
-from engines import run_script
+from support.engines.opening import run_script
 
 pytestmark = pytest.mark.libfabric
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiote.rails import RemoteMemory, acquire
-from rail_pair import KINDS, Memory, Pair, Rails, filled, opened
+from support.rails.rail_pair import KINDS, Memory, Pair, Rails, filled, opened
 
 pytestmark = pytest.mark.libfabric
 (SIM,) = [kind for kind in KINDS if kind.provider == "sim"]

@@ -11,7 +11,7 @@ import pytest
 
 from aiote.testing.contract import CHECKS
 from aiote.testing.tables import cells
-from inner_pytest import INI
+from support.plugins.inner_pytest import INI
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

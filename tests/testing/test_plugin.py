@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from inner_pytest import INI
+from support.plugins.inner_pytest import INI
 
 SOURCE = """
 import asyncio

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import aiote
 from aiote import ScatterTarget
 from aiote.testing import Fabric, run
-from machine import LONG
+from support.machine import LONG
 
 SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or (60 if LONG else 10))
 SIZE = 1 << 15

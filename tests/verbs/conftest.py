@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from switch import Switch, nics
-
-
-@pytest.fixture
-def switch() -> Iterator[Switch]:
-    switch = Switch()
-    yield switch
-    switch.mend()
+from support.network.guest_switch import nics
 
 
 @pytest.fixture

@@ -11,8 +11,19 @@ import pytest
 import aiote
 from aiote import gpu
 from aiote.weights import Controller, Layout, Recipe, Replicate, Shard, serve_source, serve_target, source
-from engines import opened
-from standin_cuda import Adopted, GpuArray, broken, driver, failing, gpu_copy, launched, new_stream, paced, standin_path
+from support.engines.opening import opened
+from support.gpu.standin_cuda import (
+    Adopted,
+    GpuArray,
+    broken,
+    driver,
+    failing,
+    gpu_copy,
+    launched,
+    new_stream,
+    paced,
+    standin_path,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from aiote.errors import UsageError
 from aiote.weights import Layout, Mesh, Replicate, Runs, Shard, StridedShard, Tensor, TensorBuffer, packed, slots
 from aiote.weights.dtypes import ITEMSIZE, dtype_name
-from weight_plans import hold
-from weight_worlds import tensors
+from support.weights.plans import hold
+from support.weights.random_layouts import tensors
 
 
 def rows(extent: int, mesh: Any, *placements: Any) -> dict[int, list[int]]:

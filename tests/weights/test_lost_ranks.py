@@ -27,7 +27,7 @@ from aiote.weights import (
 )
 from aiote.weights.protocol import Sent
 from aiote.weights.sending import UpdateSender
-from engines import until
+from support.engines.opening import until
 
 SHAPE = (48, 32)
 VALUES = {name: np.arange(1536, dtype=np.float32).reshape(SHAPE) + first for name, first in (("a", 0), ("b", 5000))}

@@ -8,8 +8,8 @@ import pytest
 from aiote.service import codec
 from aiote.weights import Controller, Layout, Recipe, Replicate, serve_source, serve_target
 from aiote.weights.protocol import Descriptors, Step, Update, WriteTarget
-from engines import opened
-from machine import LONG
+from support.engines.opening import opened
+from support.machine import LONG
 
 # What is tried is the same on every loop.
 pytestmark = [pytest.mark.anyio] if LONG else []

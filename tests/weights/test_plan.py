@@ -26,8 +26,8 @@ from aiote.weights import (
     stack,
 )
 from aiote.weights.balance import place, shares
-from weight_plans import carry_out, hold
-from weight_worlds import bound
+from support.weights.plans import carry_out, hold
+from support.weights.random_layouts import bound
 
 classes = st.dictionaries(
     st.sets(st.integers(0, 6), min_size=1).map(lambda holders: tuple(sorted(holders))),

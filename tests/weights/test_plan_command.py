@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import published_plans
 from aiote import cli
 from aiote.cli import published_models
 from aiote.cli.layoutfile import read_layout, read_recipe
@@ -31,8 +30,9 @@ from aiote.weights import (
     source,
     stack,
 )
-from machine import LONG
-from published_plans import LAYERS
+from support.machine import LONG
+from support.weights import published_plans
+from support.weights.published_plans import LAYERS
 
 TRAINERS = """
 [[group]]

@@ -12,8 +12,8 @@ import pytest
 
 from aiote.cli import published_models
 from aiote.weights import plan_update
-from machine import LONG
-from published_plans import STAGES, left_out, plan
+from support.machine import LONG
+from support.weights.published_plans import STAGES, left_out, plan
 
 
 @pytest.mark.parametrize("gather", ["always", "auto"])

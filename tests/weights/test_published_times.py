@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import published_plans
 from aiote.testing import Fabric, NicModel, run
-from machine import LONG
+from support.machine import LONG
+from support.weights import published_plans
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 

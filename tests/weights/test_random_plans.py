@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-import machine
 from aiote.weights import Task, UpdatePlan, plan_update
 from aiote.weights.dtypes import ITEMSIZE
-from weight_plans import carry_out, hold
-from weight_worlds import World, bound, worlds
+from support import machine
+from support.weights.plans import carry_out, hold
+from support.weights.random_layouts import World, bound, worlds
 
 # A hundred parts of a thousand, each with a seed of its own: no test may take minutes. Else four hundred in all.
 PARTS = pytest.mark.parametrize("part", range(100 if machine.LONG else 1))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import weight_plans
 from aiote.errors import UsageError
 from aiote.weights import Layout, Recipe, Recording, Replicate, Shard, plan_update, quantized, record
 from aiote.weights.traced import Elements, RecordError
 from aiote.weights.traced_numpy import TracedArray
+from support.weights import plans as weight_plans
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, EXPERTS, WORDS, PADDED = 16, 4, 1, 4, 8, 4, 10, 16
 SHAPES = {

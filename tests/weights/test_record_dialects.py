@@ -14,7 +14,7 @@ from aiote.errors import UsageError
 from aiote.weights import Layout, Recording, Replicate, plan_update, record
 from aiote.weights.dtypes import ITEMSIZE, dtype_of, single_cast
 from aiote.weights.traced import RecordError
-from recorded_updates import by_loader, by_update, untouched
+from support.weights.recorded_updates import by_loader, by_update, untouched
 
 SQUARE = np.arange(16, dtype=np.float32).reshape(4, 4)
 OBLONG = np.arange(1, 13, dtype=np.float32).reshape(4, 3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiote.weights.traced import RecordError
-from recorded_updates import by_loader, by_update, differing
+from support.weights.recorded_updates import by_loader, by_update, differing
 
 pytestmark = pytest.mark.needs_torch
 

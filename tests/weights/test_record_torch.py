@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import weight_plans
 from aiote.errors import UsageError
 from aiote.weights import Layout, Recording, Shard, plan_update, record
+from support.weights import plans as weight_plans
 
 pytestmark = pytest.mark.needs_torch
 

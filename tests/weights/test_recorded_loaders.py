@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import machine
 from aiote.weights.traced import RecordError
-from drawn_loaders import Drawn
-from recorded_updates import by_loader, by_update, differing, untouched
+from support import machine
+from support.weights.drawn_loaders import Drawn
+from support.weights.recorded_updates import by_loader, by_update, differing, untouched
 
 LOADERS = 10_000 if machine.LONG else 300
 RECORDED = 0.7

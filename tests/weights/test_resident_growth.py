@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,11 +13,12 @@ import numpy as np
 import pytest
 
 import aiote
-import weight_source_process as sources
 from aiote.weights import Controller, serve_target
 from aiote.weights.convert import cast, dtype_of, quantize
-from engines import PATIENCE_S, opened
-from machine import LONG
+from support.engines.opening import PATIENCE_S, opened
+from support.machine import LONG
+from support.process.modules import command
+from support.weights import source_process as sources
 
 pytestmark = pytest.mark.blocking_allowed("the other process is what is measured")
 
@@ -32,7 +31,7 @@ class Process:
     """A source in a process of its own."""
 
     def __init__(self, provider: str, way: str) -> None:
-        arguments = [sys.executable, str(Path(sources.__file__)), provider, way]
+        arguments = command("support.weights.source_process", provider, way)
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self) -> None:

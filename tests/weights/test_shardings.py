@@ -16,12 +16,11 @@ import anyio
 import numpy as np
 import pytest
 
-import weight_models as models
-import weight_shardings as shardings
 from aiote.weights import Layout
-from children import Child
-from engines import PATIENCE_S
-from machine import LONG
+from support.engines.opening import PATIENCE_S
+from support.machine import LONG
+from support.process.children import Child
+from support.weights import models, shardings
 
 pytestmark = [
     pytest.mark.blocking_allowed("starts processes, and no engine runs here"),
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SCRIPT = Path(models.__file__).with_name("weight_model_process.py")
+MODULE = "support.weights.model_process"
 UPDATES = 10 if LONG else 2
 STAGING = {False: 64 << 10, True: 512 << 10}
 """By fp8: a fiftieth of the largest tensor's whole, a sixteenth of it; and what one quantization block takes."""
@@ -58,7 +57,7 @@ def child() -> Iterator[Callable[[], Child]]:
     started: list[Child] = []
 
     def start() -> Child:
-        started.append(Child(script=SCRIPT))
+        started.append(Child(module=MODULE))
         return started[-1]
 
     yield start

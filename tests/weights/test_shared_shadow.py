@@ -20,8 +20,8 @@ from aiote.weights.mapped import MappedTensors
 from aiote.weights.protocol import Step, TargetService, Update, UpdateOrder
 from aiote.weights.rank_memory import RankArrays
 from aiote.weights.shadow import MOST_CONNECTED, Shadow
-from engines import opened, pair, until
-from weight_updates import ranks
+from support.engines.opening import opened, pair, until
+from support.weights.updates import ranks
 
 pytestmark = pytest.mark.anyio
 

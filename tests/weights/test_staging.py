@@ -14,8 +14,8 @@ import aiote
 from aiote.weights.copies import Copy
 from aiote.weights.rank_memory import StagingMemory
 from aiote.weights.writes import move, packed, parts_of, rows_of, runs_of
-from engines import opened
-from machine import LONG
+from support.engines.opening import opened
+from support.machine import LONG
 
 # What is tried is the same on every loop.
 pytestmark = [pytest.mark.anyio] if LONG else []

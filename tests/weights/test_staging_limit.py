@@ -24,8 +24,8 @@ from aiote.weights import (
     source,
 )
 from aiote.weights.convert import cast, quantize, temporary_bytes
-from engines import opened
-from machine import LONG
+from support.engines.opening import opened
+from support.machine import LONG
 
 # What is tried is the same on every loop.
 pytestmark = [pytest.mark.anyio] if LONG else []

@@ -26,7 +26,7 @@ from aiote.weights import (
     serve_target,
     source,
 )
-from engines import opened
+from support.engines.opening import opened
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 THREE = Layout.over(range(3), {"w": ((2, 3), "F32", Shard(0))})

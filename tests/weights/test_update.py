@@ -26,10 +26,10 @@ from aiote.weights import (
     serve_target,
     source,
 )
-from engines import each_provider, go_round, opened, until
-from machine import LONG
-from standin_cuda import Adopted, driver, paced, standin_path
-from weight_updates import RECIPE, SOURCES, part, ranks, whole
+from support.engines.opening import each_provider, go_round, opened, until
+from support.gpu.standin_cuda import Adopted, driver, paced, standin_path
+from support.machine import LONG
+from support.weights.updates import RECIPE, SOURCES, part, ranks, whole
 
 # Without LONG only what has that mark itself is tried on every loop.
 pytestmark = [pytest.mark.anyio] if LONG else []

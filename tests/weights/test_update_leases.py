@@ -11,7 +11,7 @@ import aiote
 from aiote import service
 from aiote.weights import Layout, Replicate, serve_target
 from aiote.weights.protocol import TargetService, Update, UpdateOrder
-from engines import opened, pair, until
+from support.engines.opening import opened, pair, until
 
 pytestmark = pytest.mark.anyio
 

@@ -29,7 +29,7 @@ from aiote.weights import (
     serve_source,
     serve_target,
 )
-from machine import LONG
+from support.machine import LONG
 
 SEEDS = range(400 if LONG else 2)
 ROUNDS = 12 if LONG else 9

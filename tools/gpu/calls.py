@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+TESTS = Path(__file__).parents[2] / "tests"
 LIBRARY = "libcuda.so.1"
 SIZES = {"256K": 256 << 10, "1M": 1 << 20, "16M": 16 << 20, "64M": 64 << 20}
 LEAST = 1 << 30
@@ -281,8 +281,8 @@ def main() -> int:
         Turns(Driver(path), chosen.turn, first=False).follow()
         return 0
     if chosen.standin:
-        sys.path.insert(0, str(SUPPORT))
-        import standin_cuda
+        sys.path.insert(0, str(TESTS))
+        from support.gpu import standin_cuda
 
         path, least = os.environ.get("AIOTE_LIBCUDA") or standin_cuda.standin_path(), LEAST_ON_STANDIN
     driver = Driver(path)

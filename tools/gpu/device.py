@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-TESTS = Path(__file__).parents[2] / "tests" / "support"
+TESTS = Path(__file__).parents[2] / "tests"
 KERNELS = Path(__file__).with_name("kernels.cu")
 THREADS = 256
 
@@ -156,7 +156,7 @@ class StandinGpu:
 
     def __init__(self) -> None:
         sys.path.insert(0, str(TESTS))
-        import standin_cuda  # type: ignore[import-not-found]
+        from support.gpu import standin_cuda  # type: ignore[import-not-found]
 
         self.standin = standin_cuda
         os.environ["AIOTE_LIBCUDA"] = standin_cuda.standin_path()

@@ -29,7 +29,7 @@ SIZE = (24 << 20) + 17
 IMM = 7
 LIMIT_S = 60
 WIRES = {"local": {}, "staged": {"gpu_sharing": False}, "socket": {}}
-SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+TESTS = Path(__file__).parents[2] / "tests"
 
 
 class Library(NamedTuple):
@@ -109,8 +109,8 @@ def of_aiote() -> Library:
 
 def of_standin(name: str) -> Library:
     """Lend memory of the stand-in as that library does."""
-    sys.path.insert(0, str(SUPPORT))
-    import gpu_lenders
+    sys.path.insert(0, str(TESTS))
+    from support.gpu import lenders as gpu_lenders
 
     lender = gpu_lenders.LENDERS.get(name.split("-")[0], gpu_lenders.Cupy)
 
@@ -211,13 +211,13 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=[*LIBRARIES], metavar="LIBRARY")
     chosen = parser.parse_args()
     if chosen.standin and not chosen.end:
-        sys.path.insert(0, str(SUPPORT))
-        import standin_cuda
+        sys.path.insert(0, str(TESTS))
+        from support.gpu import standin_cuda
 
         os.environ["AIOTE_LIBCUDA"] = standin_cuda.standin_path()
     if chosen.standin and chosen.end:
-        sys.path.insert(0, str(SUPPORT))
-        import standin_cuda
+        sys.path.insert(0, str(TESTS))
+        from support.gpu import standin_cuda
 
         standin_cuda.standin_path = lambda: os.environ["AIOTE_LIBCUDA"]
         standin_cuda.driver()

@@ -1,0 +1,1 @@
+"""Files of the checkout: compiled, read from the docs, shown in a browser, and searched for waits."""

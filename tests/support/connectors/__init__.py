@@ -1,0 +1,1 @@
+"""Stand-ins for what the connectors' hosts offer, and senders and receivers of updates."""

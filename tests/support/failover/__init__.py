@@ -1,0 +1,1 @@
+"""Two engines in memory whose channels die: schedules of failover driven by a seed."""

@@ -1,0 +1,1 @@
+"""What is fuzzed, and the seeds that the fuzzer begins with."""

@@ -1,0 +1,1 @@
+"""Plugins of pytest that every test runs under, and what tests of them share."""

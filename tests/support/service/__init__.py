@@ -1,0 +1,1 @@
+"""Calls, registries and bridges between engines."""

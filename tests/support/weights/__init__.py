@@ -1,0 +1,1 @@
+"""Layouts, recipes and loaders of models, and the ranks of a weight update."""
