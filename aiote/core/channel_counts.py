@@ -1,6 +1,6 @@
 """The report that two engines exchange about a channel which both have shut.
 
-`docs/failover.md` explains the counts, and what follows from both sides' reports. The counting itself is native
+`docs/failover.md` explains the counts, and the conclusions from both sides' reports. The counting is native
 (tallies.pyx, recovery.pyx).
 """
 

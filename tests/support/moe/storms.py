@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import combinations
@@ -15,7 +14,7 @@ import numpy as np
 
 import aiote
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
-from aiote.testing import Fabric, run
+from aiote.testing import Fabric
 from support.moe.ranks import Tokens, check_rows, compute, reference
 
 RANKS = 3
@@ -219,20 +218,3 @@ async def until(condition: Any) -> None:
     """Let virtual time pass until something holds."""
     while not condition():
         await anyio.sleep(1e-4)
-
-
-def broken_groups(seeds: Iterable[int], world: Callable[[Fabric, int], World]) -> int:
-    """Play a storm for each seed, each of another kind; return how many groups were broken by it."""
-    broken = 0
-    for seed in seeds:
-        kind = KINDS[seed % len(KINDS)]
-
-        async def main(fabric: Fabric, seed: int = seed, kind: str = kind) -> int:
-            return await world(fabric, seed).run(kind)
-
-        try:
-            broken += run(main, seed, rails=2, limit=30)
-        except BaseException as error:
-            error.add_note(f"seed {seed}, {kind}")
-            raise
-    return broken
