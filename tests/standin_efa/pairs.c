@@ -80,10 +80,9 @@ void endpoint_end(struct endpoint *self) {
         free(landing->message);
         free(landing);
     }
-    self->queue->ended = !strict(STRICT_DISCARD);
     for (size_t i = 0; i < self->queue->count; i++) {
         struct entry entry = self->queue->ring[(self->queue->first + i) % self->queue->size];
-        if (entry.of != self || self->queue->ended) self->queue->ring[(self->queue->first + kept++) % self->queue->size] = entry;
+        if (entry.of != self) self->queue->ring[(self->queue->first + kept++) % self->queue->size] = entry;
         else if (entry.what.flags & FI_REMOTE_CQ_DATA) count(DISCARDED);
     }
     self->queue->count = kept;

@@ -192,7 +192,7 @@ static struct fi_ops_mr memory_table = {.size = sizeof(struct fi_ops_mr), .reg =
 
 /* What the process has not read although it is there: as if the scheduler kept it from here. */
 static bool hidden(const struct queue *self) {
-    return self->count && !self->ended && fault_of(self->device, HIDE) && self->ring[self->first].what.flags & FI_REMOTE_CQ_DATA;
+    return self->count && fault_of(self->device, HIDE) && self->ring[self->first].what.flags & FI_REMOTE_CQ_DATA;
 }
 
 static ssize_t read_queue(struct fid_cq *cq, void *buffer, size_t count) {
@@ -204,6 +204,7 @@ static ssize_t read_queue(struct fid_cq *cq, void *buffer, size_t count) {
     for (hides = hidden(self); !hides && got < (ssize_t)count && self->count; got++, hides = hidden(self)) {
         const struct fi_cq_err_entry *what = &self->ring[self->first].what;
         if (what->err) break;
+        if (!strict(STRICT_DISCARD) && what->flags & FI_REMOTE_CQ_DATA) tell_read(self->ring[self->first].of, what->op_context);
         out[got] = (struct fi_cq_data_entry){what->op_context, what->flags, what->len, NULL, what->data};
         self->first = (self->first + 1) % self->size;
         self->count--;

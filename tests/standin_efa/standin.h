@@ -59,7 +59,8 @@ struct landing { /* what comes in pieces from one peer's operation */
     uint64_t done;
     int64_t since; /* when it began to wait for a receive, in ms */
     uint8_t *message;
-    bool whole, waited;
+    void *receive; /* of one that is unread: the context of its completion */
+    bool whole, waited, unread; /* unread: its completion is in the queue, and its sender was told nothing yet */
 };
 
 struct receive {
@@ -78,7 +79,7 @@ struct queue {
     struct entry *ring;
     size_t size, first, count;
     int event;
-    bool armed, ended; /* ended: its endpoint is closed, and what it holds is kept */
+    bool armed;
 };
 
 struct vector {
@@ -155,6 +156,7 @@ int64_t now_ms(void);
 void path_of(const struct address *of, struct sockaddr_un *to);
 void send_out(struct device *device, const struct packet *head, const void *payload);
 void serve_waiting(struct endpoint *self);
+void tell_read(struct endpoint *self, const void *receive);
 void end_op(struct endpoint *self, struct op **at, int status);
 uint64_t draw(struct device *device, uint64_t below);
 void wake(struct device *device);
