@@ -96,7 +96,7 @@ ssize_t post_op(struct endpoint *self, enum packet_kind kind, const struct iovec
     uint64_t length = count ? iov[0].iov_len : 0;
     struct op *op;
     if (count > 1) return -FI_EINVAL;
-    if (kind == SEND && length > (uint64_t)setting("EFA_STANDIN_MTU", 8192)) return -FI_EMSGSIZE;
+    if (kind == SEND && length > (uint64_t)setting("EFA_STANDIN_MTU", 8192) && strict(STRICT_MESSAGES)) return -FI_EMSGSIZE;
     if (kind != SEND && length > (uint64_t)setting("EFA_STANDIN_RMA", 1 << 20) && strict(STRICT_WRITES)) return -FI_EMSGSIZE;
     pthread_mutex_lock(&device->lock);
     if (self->posted >= TX_DEPTH || to >= self->vector->top || !self->vector->used[to]) {

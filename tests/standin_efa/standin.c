@@ -169,7 +169,7 @@ static int open_memory(struct fid *fid, const void *buffer, size_t length, uint6
     (void)offset, (void)flags;
     *self = (struct memory){.device = device, .address = (uintptr_t)buffer, .length = length, .access = access};
     /* Local access gives remote read (efa_mr_ofi_to_ibv_access). */
-    if (access & FI_SEND) self->access |= FI_REMOTE_READ;
+    if (access & FI_SEND && strict(STRICT_RIGHTS)) self->access |= FI_REMOTE_READ;
     self->mr.fid = (struct fid){.fclass = FI_CLASS_MR, .context = context, .ops = &memory_ops};
     pthread_mutex_lock(&device->lock);
     /* The lowest of this NIC's that is free: used again at once. */

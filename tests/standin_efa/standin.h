@@ -143,7 +143,7 @@ bool strikes(struct device *device, enum fault fault); /* of 1000 packets so man
 /* What makes it as strict as the device, or stricter. EFA_STANDIN_LENIENT names one that this process does without, so
  * that it shows which fault of aiote's only that one finds. */
 enum strictness { STRICT_ORDER, STRICT_RECEIVES, STRICT_OVERFLOW, STRICT_DISCARD, STRICT_WRITES, STRICT_WAIT, STRICT_QKEY,
-                  STRICT_REUSE, STRICTNESSES };
+                  STRICT_REUSE, STRICT_MESSAGES, STRICT_RIGHTS, STRICTNESSES };
 bool strict(enum strictness which);
 void count(enum counted what);
 void devices_add(struct device *device);
