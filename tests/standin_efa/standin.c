@@ -45,7 +45,8 @@ static struct fi_info *info_of(int nic, const struct fi_info *hints, const char 
     info->src_addrlen = ADDRESS_BYTES;
     info->src_addr = spare(ADDRESS_BYTES);
     snprintf(info->src_addr, 16, "%.8s-%d", getenv("EFA_STANDIN_HOST") ? getenv("EFA_STANDIN_HOST") : "host", nic % 100);
-    *info->tx_attr = (struct fi_tx_attr){.caps = info->caps, .mode = info->mode, .size = TX_DEPTH, .iov_limit = 1, .rma_iov_limit = 1};
+    *info->tx_attr = (struct fi_tx_attr){.caps = info->caps, .mode = info->mode, .size = TX_DEPTH, .inject_size = INJECTED,
+                                        .iov_limit = 1, .rma_iov_limit = 1};
     *info->rx_attr = (struct fi_rx_attr){.caps = info->caps, .mode = info->mode, .size = RX_DEPTH, .iov_limit = 1};
     info->ep_attr->type = FI_EP_RDM;
     info->ep_attr->protocol = FI_PROTO_EFA;

@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <sys/un.h>
 
-enum { ADDRESS_BYTES = 32, FRAGMENT = 32768, MAX_QPN = 4096, TX_DEPTH = 256, RX_DEPTH = 512, AV_ENTRIES = 16384 };
+enum { ADDRESS_BYTES = 32, FRAGMENT = 32768, MAX_QPN = 4096, TX_DEPTH = 256, RX_DEPTH = 512, AV_ENTRIES = 16384, INJECTED = 32 };
 
 /* EFA's: GID, QPN, padding, QKEY. */
 struct address {
@@ -143,7 +143,7 @@ bool strikes(struct device *device, enum fault fault); /* of 1000 packets so man
 /* What makes it as strict as the device, or stricter. EFA_STANDIN_LENIENT names one that this process does without, so
  * that it shows which fault of aiote's only that one finds. */
 enum strictness { STRICT_ORDER, STRICT_RECEIVES, STRICT_OVERFLOW, STRICT_DISCARD, STRICT_WRITES, STRICT_WAIT, STRICT_QKEY,
-                  STRICT_REUSE, STRICT_MESSAGES, STRICT_RIGHTS, STRICTNESSES };
+                  STRICT_REUSE, STRICT_MESSAGES, STRICT_RIGHTS, STRICT_LATE, STRICT_INJECT, STRICTNESSES };
 bool strict(enum strictness which);
 void count(enum counted what);
 void devices_add(struct device *device);
