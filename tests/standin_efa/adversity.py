@@ -144,7 +144,7 @@ async def closed(nics: int) -> None:
 
 
 async def placed(transfers: list[aiote.Transfer]) -> None:
-    """Wait until all is in place, and the sender knows it, unless the stand-in tells it only what the target has read."""
+    """Wait until all is in place, and the sender knows it: a lenient stand-in tells it only what was read."""
     told = os.environ.get("EFA_STANDIN_LENIENT") != "discard"
 
     def known() -> int:
