@@ -10,13 +10,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import aiote
+from aiote import FabricError
 from aiote.core import control_frames as frames
 from aiote.core import striping
 from aiote.rails.contract import NEVER_RUN, PROVEN, is_proven
+from aiote.rails.libfabric import efa_lacks
 from aiote.rails.library import DEFAULTS
 from aiote_native.peers import pool_bytes
 
@@ -245,6 +248,13 @@ def test_the_how_to_of_efa_has_the_figures_of_the_page_that_compares_all():
             expected.append([f"{kinds[kind]} {size[:-1]} {size[-1]}iB", published, ours])
     assert expected
     assert rows((ROOT / "docs" / "howto" / "efa.md").read_text(), "Gbit/s") == expected
+
+
+def test_the_how_to_of_efa_quotes_what_the_engine_says_without_a_nic():
+    library = SimpleNamespace(version=(2, 5), path=".../libfabric.so.1")
+    error = FabricError(95, efa_lacks(library), operation="open rail")
+    (quoted,) = blocks(ROOT / "docs" / "howto" / "efa.md", "text")
+    assert quoted.split() == f"FabricError: {error}".split()
 
 
 def test_the_table_of_errors_is_whole():

@@ -13,31 +13,35 @@ from pathlib import Path
 import pytest
 
 from support.machine import LONG
-from support.rails.standin_efa import SOURCES, environment, libraries, spoken
+from support.rails.efa_cases import tried
+from support.rails.standin_efa import SOURCES, environment, libraries
 
 ROOT = Path(__file__).parents[2]
-CASES = ("kvcache:2", "weights:4", "moe:2")
-MORE = ("kvcache:4", "weights:2", "moe:4")
-CHOSEN = (
-    [(library, case) for library in libraries() for case in (*CASES, *MORE)]
-    if LONG
-    else [(libraries()[at % len(libraries())], case) for at, case in enumerate(CASES)]
-)
 SERVICES = ("kvcache", "moe", "weights")
-pytestmark = [pytest.mark.libfabric, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library, pytest.mark.timeout(1500)]
 
 
-def named(value: str) -> str:
-    return spoken(value) if "/" in value else value
-
-
-@pytest.mark.parametrize(("library", "case"), CHOSEN, ids=named)
-def test_a_service_goes_on_when_nics_break(tmp_path: Path, library: str, case: str) -> None:
+def go_on(tmp_path: Path, library: str, case: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-P", str(SOURCES / "services.py"), case]
     env = environment(tmp_path, library, EFA_STANDIN_NICS="4")
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@tried(0, 2, 4)
+def test_a_kv_cache_goes_on_when_nics_break(tmp_path: Path, library: str, nics: int) -> None:
+    go_on(tmp_path, library, f"kvcache:{nics}")
+
+
+@tried(1, 4, 2)
+def test_weight_updates_go_on_when_nics_break(tmp_path: Path, library: str, nics: int) -> None:
+    go_on(tmp_path, library, f"weights:{nics}")
+
+
+@tried(0, 2, 4)
+def test_moe_rounds_go_on_when_nics_break(tmp_path: Path, library: str, nics: int) -> None:
+    go_on(tmp_path, library, f"moe:{nics}")
 
 
 @pytest.mark.parametrize("service", SERVICES if LONG else ("moe",))

@@ -39,10 +39,18 @@ def test_memory_that_peers_may_only_write_is_not_read(tmp_path: Path) -> None:
     assert run(tmp_path, libraries()[0], "unreadable").split()
 
 
-@pytest.mark.parametrize("behaviour", ["old", "unsolicited", "no-write"])
+@pytest.mark.parametrize("behaviour", ["old", "no-write"])
 def test_a_library_whose_efa_cannot_be_used_is_refused_by_name_and_auto_takes_another(
     tmp_path: Path, behaviour: str
 ) -> None:
+    is_refused(tmp_path, behaviour)
+
+
+def test_a_library_whose_immediates_take_no_receives_is_refused_by_name(tmp_path: Path) -> None:
+    is_refused(tmp_path, "unsolicited")
+
+
+def is_refused(tmp_path: Path, behaviour: str) -> None:
     said = run(tmp_path, libraries()[0], "refused", EFA_STANDIN=behaviour)
     assert "no usable EFA NIC" in said
     assert "2.4" in said

@@ -55,7 +55,8 @@ async def pair(nics: int = 1, **settings) -> AsyncIterator[tuple[aiote.Engine, a
 async def released(memory: bytearray) -> None:
     """Let go what is held, and see that none of it lands on the canary."""
     held = still_open("packets")
-    assert held, "no packet was held: the case shows nothing"
+    # Lenient, a close takes back what was sent: that shows which fault of ours only late packets find.
+    assert held or os.environ.get("EFA_STANDIN_LENIENT") == "late", "no packet was held: the case shows nothing"
     fault("hold", 0)
     await until(lambda: still_open("packets") == still_open("unread") == 0)
     assert memory.count(CANARY) == len(memory), "a byte landed after the await had ended"
@@ -142,6 +143,16 @@ async def closed(nics: int) -> None:
     print("discarded:", counted("discarded"))
 
 
+async def placed(transfers: list[aiote.Transfer]) -> None:
+    """Wait until all is in place, and the sender knows it: a lenient stand-in tells it only what was read."""
+    told = os.environ.get("EFA_STANDIN_LENIENT") != "discard"
+
+    def known() -> int:
+        return sum(transfer.done() for transfer in transfers) + (0 if told else still_open("work"))
+
+    await until(lambda: still_open("packets") == still_open("unread") == 0 and known() >= len(transfers))
+
+
 async def forgotten(_nics: int) -> None:
     """Pairs break between the acknowledgement and the reading: what came is dropped by the close, and counted again."""
     async with pair(2, stripe_bytes=64) as (left, right):
@@ -153,18 +164,15 @@ async def forgotten(_nics: int) -> None:
             with faulty("hide", 1, nic):
                 parts = [slice(at * 64, at * 64 + 64) for at in range(200)]
                 confirmed = [left.submit_write_imm(source[part], target[part], IMM) for part in parts]
-                for transfer in confirmed:
-                    await transfer
+                await placed(confirmed)
                 break_pairs(nic)
                 after = [left.submit_write_imm(source[part], target[part], IMM) for part in parts[:50]]
-                await right.counter(IMM).wait(250)
-                for transfer in after:
-                    await transfer
+                # Not longer: the NIC may be back, and what is done again may go over it.
+                await until(lambda before=before: counted("discarded") > before)
+            await right.counter(IMM).wait(250)
+            await asyncio.gather(*confirmed, *after)
             await until(lambda: all(link.carries(number) for link in links for number in (0, 1)))
             assert right.counter(IMM).value == 0
-            # A stand-in that keeps what was not read shows which fault of ours only the dropping finds.
-            kept = os.environ.get("EFA_STANDIN_LENIENT") == "discard"
-            assert kept or counted("discarded") > before, "nothing was dropped: the case shows nothing"
     print("dropped by closes, and counted again:", counted("discarded"))
 
 

@@ -23,7 +23,7 @@ bool strikes(struct device *device, enum fault fault) {
 enum damage damage;
 static int lenient = -1;
 static const char *const strictnesses[STRICTNESSES] = {"order", "receives", "overflow", "discard", "writes",
-                                                      "wait", "qkey", "reuse"};
+                                                      "wait", "qkey", "reuse", "messages", "rights", "late", "inject"};
 
 bool strict(enum strictness which) { return (int)which != lenient; }
 

@@ -56,6 +56,19 @@ int endpoint_enable(struct endpoint *self) {
     return 0;
 }
 
+/* Have what a pair has sent arrive no more, although it left. */
+static void take_back(struct device *device, const struct address *from) {
+    for (struct out **at = &device->out, *out; (out = *at) != NULL;) {
+        if (memcmp(&out->head.from, from, sizeof(*from))) {
+            at = &out->next;
+            continue;
+        }
+        *at = out->next;
+        device->waiting--;
+        free(out);
+    }
+}
+
 /* Destroy the pair: its work is over and reported to nobody, and what the queue holds of it unread is dropped. */
 void endpoint_end(struct endpoint *self) {
     struct device *device = self->device;
@@ -66,6 +79,7 @@ void endpoint_end(struct endpoint *self) {
     pthread_mutex_lock(&device->lock);
     while (*at != self) at = &(*at)->next;
     *at = self->next;
+    if (!strict(STRICT_LATE)) take_back(device, &self->name);
     path_of(&self->name, &path);
     unlink(path.sun_path);
     close(self->socket);
@@ -80,10 +94,9 @@ void endpoint_end(struct endpoint *self) {
         free(landing->message);
         free(landing);
     }
-    self->queue->ended = !strict(STRICT_DISCARD);
     for (size_t i = 0; i < self->queue->count; i++) {
         struct entry entry = self->queue->ring[(self->queue->first + i) % self->queue->size];
-        if (entry.of != self || self->queue->ended) self->queue->ring[(self->queue->first + kept++) % self->queue->size] = entry;
+        if (entry.of != self) self->queue->ring[(self->queue->first + kept++) % self->queue->size] = entry;
         else if (entry.what.flags & FI_REMOTE_CQ_DATA) count(DISCARDED);
     }
     self->queue->count = kept;
@@ -97,8 +110,9 @@ ssize_t post_op(struct endpoint *self, enum packet_kind kind, const struct iovec
     uint64_t length = count ? iov[0].iov_len : 0;
     struct op *op;
     if (count > 1) return -FI_EINVAL;
-    if (kind == SEND && length > (uint64_t)setting("EFA_STANDIN_MTU", 8192)) return -FI_EMSGSIZE;
+    if (kind == SEND && length > (uint64_t)setting("EFA_STANDIN_MTU", 8192) && strict(STRICT_MESSAGES)) return -FI_EMSGSIZE;
     if (kind != SEND && length > (uint64_t)setting("EFA_STANDIN_RMA", 1 << 20) && strict(STRICT_WRITES)) return -FI_EMSGSIZE;
+    if (flags & FI_INJECT && length > (kind == SEND ? INJECTED : 0) && strict(STRICT_INJECT)) return -FI_EINVAL;
     pthread_mutex_lock(&device->lock);
     if (self->posted >= TX_DEPTH || to >= self->vector->top || !self->vector->used[to]) {
         pthread_mutex_unlock(&device->lock);

@@ -45,7 +45,8 @@ static struct fi_info *info_of(int nic, const struct fi_info *hints, const char 
     info->src_addrlen = ADDRESS_BYTES;
     info->src_addr = spare(ADDRESS_BYTES);
     snprintf(info->src_addr, 16, "%.8s-%d", getenv("EFA_STANDIN_HOST") ? getenv("EFA_STANDIN_HOST") : "host", nic % 100);
-    *info->tx_attr = (struct fi_tx_attr){.caps = info->caps, .mode = info->mode, .size = TX_DEPTH, .iov_limit = 1, .rma_iov_limit = 1};
+    *info->tx_attr = (struct fi_tx_attr){.caps = info->caps, .mode = info->mode, .size = TX_DEPTH, .inject_size = INJECTED,
+                                        .iov_limit = 1, .rma_iov_limit = 1};
     *info->rx_attr = (struct fi_rx_attr){.caps = info->caps, .mode = info->mode, .size = RX_DEPTH, .iov_limit = 1};
     info->ep_attr->type = FI_EP_RDM;
     info->ep_attr->protocol = FI_PROTO_EFA;
@@ -169,7 +170,7 @@ static int open_memory(struct fid *fid, const void *buffer, size_t length, uint6
     (void)offset, (void)flags;
     *self = (struct memory){.device = device, .address = (uintptr_t)buffer, .length = length, .access = access};
     /* Local access gives remote read (efa_mr_ofi_to_ibv_access). */
-    if (access & FI_SEND) self->access |= FI_REMOTE_READ;
+    if (access & FI_SEND && strict(STRICT_RIGHTS)) self->access |= FI_REMOTE_READ;
     self->mr.fid = (struct fid){.fclass = FI_CLASS_MR, .context = context, .ops = &memory_ops};
     pthread_mutex_lock(&device->lock);
     /* The lowest of this NIC's that is free: used again at once. */
@@ -192,7 +193,7 @@ static struct fi_ops_mr memory_table = {.size = sizeof(struct fi_ops_mr), .reg =
 
 /* What the process has not read although it is there: as if the scheduler kept it from here. */
 static bool hidden(const struct queue *self) {
-    return self->count && !self->ended && fault_of(self->device, HIDE) && self->ring[self->first].what.flags & FI_REMOTE_CQ_DATA;
+    return self->count && fault_of(self->device, HIDE) && self->ring[self->first].what.flags & FI_REMOTE_CQ_DATA;
 }
 
 static ssize_t read_queue(struct fid_cq *cq, void *buffer, size_t count) {
@@ -204,6 +205,7 @@ static ssize_t read_queue(struct fid_cq *cq, void *buffer, size_t count) {
     for (hides = hidden(self); !hides && got < (ssize_t)count && self->count; got++, hides = hidden(self)) {
         const struct fi_cq_err_entry *what = &self->ring[self->first].what;
         if (what->err) break;
+        if (!strict(STRICT_DISCARD) && what->flags & FI_REMOTE_CQ_DATA) tell_read(self->ring[self->first].of, what->op_context);
         out[got] = (struct fi_cq_data_entry){what->op_context, what->flags, what->len, NULL, what->data};
         self->first = (self->first + 1) % self->size;
         self->count--;

@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <sys/un.h>
 
-enum { ADDRESS_BYTES = 32, FRAGMENT = 32768, MAX_QPN = 4096, TX_DEPTH = 256, RX_DEPTH = 512, AV_ENTRIES = 16384 };
+enum { ADDRESS_BYTES = 32, FRAGMENT = 32768, MAX_QPN = 4096, TX_DEPTH = 256, RX_DEPTH = 512, AV_ENTRIES = 16384, INJECTED = 32 };
 
 /* EFA's: GID, QPN, padding, QKEY. */
 struct address {
@@ -59,7 +59,8 @@ struct landing { /* what comes in pieces from one peer's operation */
     uint64_t done;
     int64_t since; /* when it began to wait for a receive, in ms */
     uint8_t *message;
-    bool whole, waited;
+    void *receive; /* of one that is unread: the context of its completion */
+    bool whole, waited, unread; /* unread: its completion is in the queue, and its sender was told nothing yet */
 };
 
 struct receive {
@@ -78,7 +79,7 @@ struct queue {
     struct entry *ring;
     size_t size, first, count;
     int event;
-    bool armed, ended; /* ended: its endpoint is closed, and what it holds is kept */
+    bool armed;
 };
 
 struct vector {
@@ -142,7 +143,7 @@ bool strikes(struct device *device, enum fault fault); /* of 1000 packets so man
 /* What makes it as strict as the device, or stricter. EFA_STANDIN_LENIENT names one that this process does without, so
  * that it shows which fault of aiote's only that one finds. */
 enum strictness { STRICT_ORDER, STRICT_RECEIVES, STRICT_OVERFLOW, STRICT_DISCARD, STRICT_WRITES, STRICT_WAIT, STRICT_QKEY,
-                  STRICT_REUSE, STRICTNESSES };
+                  STRICT_REUSE, STRICT_MESSAGES, STRICT_RIGHTS, STRICT_LATE, STRICT_INJECT, STRICTNESSES };
 bool strict(enum strictness which);
 void count(enum counted what);
 void devices_add(struct device *device);
@@ -155,6 +156,7 @@ int64_t now_ms(void);
 void path_of(const struct address *of, struct sockaddr_un *to);
 void send_out(struct device *device, const struct packet *head, const void *payload);
 void serve_waiting(struct endpoint *self);
+void tell_read(struct endpoint *self, const void *receive);
 void end_op(struct endpoint *self, struct op **at, int status);
 uint64_t draw(struct device *device, uint64_t below);
 void wake(struct device *device);

@@ -175,7 +175,7 @@ static bool deliver(struct endpoint *self, struct landing *landing) {
     receive = &self->receives[self->first];
     self->first = (self->first + 1) % RX_DEPTH;
     self->count--;
-    what.op_context = receive->context;
+    what.op_context = landing->receive = receive->context;
     what.flags = head->kind == SEND ? FI_MSG | FI_RECV : FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA;
     if (head->kind == SEND && head->total > receive->length) {
         what.err = FI_EMSGSIZE;
@@ -192,18 +192,31 @@ static bool deliver(struct endpoint *self, struct landing *landing) {
     return true;
 }
 
+static void end_landing(struct endpoint *self, struct landing **at, int status) {
+    struct landing *landing = *at;
+    answer(self, &landing->head, status);
+    *at = landing->next;
+    free(landing->message);
+    free(landing);
+}
+
 void serve_waiting(struct endpoint *self) {
-    struct landing **at = &self->landings;
-    while (*at != NULL) {
-        struct landing *landing = *at;
-        if (landing->whole && deliver(self, landing)) {
-            answer(self, &landing->head, 0);
-            *at = landing->next;
-            free(landing->message);
-            free(landing);
-        } else
+    for (struct landing **at = &self->landings, *landing; (landing = *at) != NULL;) {
+        if (!landing->whole || landing->unread || !deliver(self, landing)) {
             at = &landing->next;
+            continue;
+        }
+        landing->waited = false;
+        landing->unread = landing->head.with_data && !strict(STRICT_DISCARD);
+        if (!landing->unread) end_landing(self, at, 0);
     }
+}
+
+/* The sender of an immediate is told only now that the target has read it, so no close drops what a sender was told of. */
+void tell_read(struct endpoint *self, const void *receive) {
+    struct landing **at = &self->landings;
+    while (*at != NULL && !((*at)->unread && (*at)->receive == receive)) at = &(*at)->next;
+    if (*at != NULL) end_landing(self, at, 0);
 }
 
 /* Of a dry NIC, whose retries have an end: what waited for so long without a receive fails at its sender. */
@@ -214,14 +227,8 @@ static bool end_dry(struct device *device) {
         if (!limit) serve_waiting(self);
         for (struct landing **at = &self->landings, *landing; limit && (landing = *at) != NULL;) {
             waits |= landing->waited;
-            if (!landing->waited || now_ms() - landing->since < limit) {
-                at = &landing->next;
-                continue;
-            }
-            answer(self, &landing->head, NOT_READY);
-            *at = landing->next;
-            free(landing->message);
-            free(landing);
+            if (landing->waited && now_ms() - landing->since >= limit) end_landing(self, at, NOT_READY);
+            else at = &landing->next;
         }
     }
     return waits;
