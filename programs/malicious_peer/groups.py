@@ -109,7 +109,7 @@ class MoeRanks(Attacked):
         methods = {one.attribute: one for one in methods_of(service_of(0))}
         rank, epoch = self.turn % (RANKS + 1), self._groups[0].epoch
         return [
-            seed(methods["meet"], rank, epoch, self._groups[0]._digest),
+            seed(methods["meet"], rank, epoch, self._groups[0]._epochs.digest),
             seed(methods["meet"], rank, epoch + 1, b"another config"),
             seed(methods["broke"], rank, epoch, "so says somebody"),
             seed(methods["left"], rank, epoch, [0]),

@@ -188,6 +188,6 @@ class Insider:
             elif way == "left":
                 await found.left(rank, epoch, [self.rng.randrange(4)])
             else:
-                await found.meet(rank, epoch, self.liar._digest)
+                await found.meet(rank, epoch, self.liar._epochs.digest)
         except aiote.AioteError as error:
             self.log.append(f"insider {type(error).__name__}")

@@ -44,7 +44,7 @@ async def test_rounds_wait_for_their_ranks_whoever_counts(on_loss):
         victim = groups[0]
         for turn in range(3):
             before = victim.engine.statistics().uninvited
-            for rank, first in victim._immediates.first_immediates.items():
+            for rank, first in victim._epochs._immediates.first_immediates.items():
                 await write(stranger, victim.engine, range(first, first + SLOTS))
                 if on_loss == "mask" and rank != 1:
                     await write(groups[1].engine, victim.engine, range(first, first + SLOTS))
@@ -62,7 +62,7 @@ async def test_a_member_that_counts_too_often_breaks_its_round(on_loss, kind, pl
         await whole_round(groups, [Tokens(np.random.default_rng(0), config, 5) for _ in groups])
         victim, member = groups[0], groups[1].engine
         before = victim.engine.statistics().uninvited
-        imm = victim._immediates.first_of(1) + slot_of(0, kind, 1)
+        imm = victim._epochs._immediates.first_of(1) + slot_of(0, kind, 1)
         await write(member, victim.engine, range(imm, imm + 1))
         failed: list[aiote.AioteError] = []
 
@@ -94,7 +94,7 @@ async def test_a_write_that_comes_after_its_round_is_noticed_in_the_next():
         for tokens in given[1:]:
             tokens.ids[...] = [0, -1]  # one row, for an expert of the victim
         begun = [group.dispatch_send(one.x, one.ids, one.weights) for group, one in zip(groups, given, strict=True)]
-        await write(member.engine, victim.engine, [victim._immediates.first_of(1) + slot_of(0, PAYLOAD, 0)])
+        await write(member.engine, victim.engine, [victim._epochs._immediates.first_of(1) + slot_of(0, PAYLOAD, 0)])
 
         async def end_round(group: MoeGroup) -> None:
             batch = await begun[group.rank].dispatch_recv()

@@ -7,6 +7,7 @@ at once and after each end of a post, in whatever order the posts end and transf
 from __future__ import annotations
 
 import importlib.util
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,17 +110,26 @@ def test_the_engine_recovers_as_the_reference_does(
     arrived = {imm_data: times for imm_data, times in arrived.items() if times}
     native = recoveries.Dead(posts, confirmed, ended, forgets)
     reference = Reference(posts, confirmed, ended * recoveries.PARTS if forgets else 0)
+    cancelled = {number for number, (_, _, given_up) in enumerate(posts) if given_up}
+    with closing(native):
+        compare(native, reference, arrived, cancelled, data)
+
+
+def compare(
+    native: Any, reference: Reference, arrived: dict[int, int], cancelled: set[int], data: st.DataObject
+) -> None:
+    """Recover both; end and cancel requests in a drawn order, until all are over."""
     honest = reference.take_over(arrived)
     assert native.take_over(arrived) == honest
     if not honest:
         return
-    cancelled = {number for number, (_, _, given_up) in enumerate(posts) if given_up}
+    count = len(reference.works)
     while True:
         assert native.under_way() == reference.under_way()
         assert living(native, cancelled) == living(reference, cancelled)
         if not reference.open:
             break
-        left = sorted({*range(len(posts))} - cancelled)
+        left = sorted({*range(count)} - cancelled)
         if left and data.draw(st.integers(0, 4)) == 0:
             number = data.draw(st.sampled_from(left))
             cancelled.add(number)
@@ -129,4 +139,4 @@ def test_the_engine_recovers_as_the_reference_does(
             post = data.draw(st.sampled_from(reference.under_way()))
             native.end(post)
             reference.end(post)
-    assert native.over() == reference.over() == [*range(len(posts))]
+    assert native.over() == reference.over() == [*range(count)]
