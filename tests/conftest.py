@@ -11,13 +11,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Helpers assert, too: what a failed one says is then as much as a test does.
-pytest.register_assert_rewrite("support")
+# Helpers assert, too: what a failed one says is then as much as a test does. Plugins may be imported already: that of
+# `aiote prove` is.
+ROOMS = [path.name for path in (Path(__file__).parent / "support").iterdir() if path.is_dir()]
+pytest.register_assert_rewrite(*(f"support.{room}" for room in ROOMS if room not in ("plugins", "__pycache__")))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is in what a script starts in the background, and every child would inherit it: Ctrl-C is tested, too.
