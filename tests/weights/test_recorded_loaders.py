@@ -49,7 +49,7 @@ def outcome(load: Callable[..., Any], parameters: Callable[[], Any], values: Any
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_an_update_brings_what_the_loader_makes_or_its_loader_is_refused(library):
-    offered = importlib.import_module(f"{library}_loaders")
+    offered = importlib.import_module(f"support.weights.{library}_loaders")
     found: Counter[str] = Counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
