@@ -77,7 +77,7 @@ class Channels:
         self._link = link
         self._pairs = pairs
         self._send = send
-        self._changed = check
+        self._check = check
         self._initiates = role.value == 0
         self._states = ChannelStates(len(pairs), role, random.Random(), grace=runtime.config.heartbeat_timeout)
         self._pending: dict[int, PendingChannel] = {}
@@ -231,7 +231,7 @@ class Channels:
         if not actions:
             return
         if self.deadline is not None:
-            self._changed()
+            self._check()
         self._runtime.kick()
 
     def _shut_endpoint(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a round that its steps share: what it uses of its group, its arguments, offsets and writes."""
+"""The parts of a round that its steps share: its group, its arguments, offsets in memory, and writes."""
 
 from __future__ import annotations
 
