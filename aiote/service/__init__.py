@@ -5,7 +5,7 @@ See docs/services.md.
 
 from .callers import Callers, CallersLike, ForeignCallerError
 from .client import client
-from .definition import Out, Service, method
+from .definition import DirectCall, Out, Service, method
 from .endpoint import Limits
 from .errors import (
     BusyError,
@@ -29,6 +29,7 @@ __all__ = [
     "CallLostError",
     "Callers",
     "CallersLike",
+    "DirectCall",
     "DrainingError",
     "ForeignCallerError",
     "Health",

@@ -186,6 +186,11 @@ class Caller:
         async def start(avoid: list[aiote.Address]) -> IncomingStream:
             link = await self.link(method, avoid)
             begun: list[IncomingStream] = []
+            interceptors = self.endpoint.client_interceptors + self._interceptors
+            if not interceptors:
+                incoming = IncomingStream(link, method)
+                await begin(incoming, method, bound, wait=self.wait)
+                return incoming
 
             async def proceed() -> None:
                 if begun:
@@ -194,7 +199,6 @@ class Caller:
                 await begin(begun[0], method, bound, wait=self.wait)
 
             try:
-                interceptors = self.endpoint.client_interceptors + self._interceptors
                 await run_interceptors(interceptors, CallInfo(method.name, link.peer), proceed)
             except BaseException:
                 for incoming in begun:

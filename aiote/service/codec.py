@@ -7,6 +7,7 @@ data and trusts none of it: it checks types, dtypes, shapes and lengths.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ But a body of 64 KiB may hold 10,000 empty arrays, which take tens of millisecon
 LONG_ITEM = 1 << 20
 """The same for the arrays of a stream's item: items are decoded when they arrive, up to 128 in a turn of the loop."""
 MAX_DIMENSIONS = 32
+MOST = 1 << 48
 DTYPES = {numpy.dtype(code).str: numpy.dtype(numpy.dtype(code).str) for code in "?bBhHiIqQefdgFDG"}
 """The dtypes that may travel, by their texts. Texts from other processes are looked up here and never passed to
 `numpy.dtype`, because it parses a language of its own and some texts crash it.
@@ -60,7 +62,8 @@ _arrays = _Arrays()
 
 def describe_array(array: NDArray[Any]) -> str:
     """Return the text of an array's dtype. Raises UsageError for a masked array and for a dtype that cannot travel."""
-    require_unmasked(f"an array of {array.dtype}", array)
+    if type(array) is not numpy.ndarray:
+        require_unmasked(f"an array of {array.dtype}", array)
     text = array.dtype.str
     if text not in DTYPES:
         raise UsageError(
@@ -79,7 +82,7 @@ def array_of(text: object, shape: object) -> tuple[numpy.dtype[Any], tuple[int, 
         raise ValueError("expected an array's type and shape")
     if text not in DTYPES:
         raise ValueError(f"dtype {text[:20]!r} cannot travel")
-    if len(shape) > MAX_DIMENSIONS or not all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
+    if len(shape) > MAX_DIMENSIONS or [length for length in shape if type(length) is not int or not 0 <= length < MOST]:
         raise ValueError("the shape of an array is invalid")
     dtype = DTYPES[text]
     return dtype, tuple(shape), _extent(dtype, shape)
@@ -103,9 +106,13 @@ def _encode_array(value: object) -> object:
     return text, value.shape, len(_arrays.gathered) - 1
 
 
+@functools.lru_cache(4096)
+def _is_array(kind: type) -> bool:
+    return (get_origin(kind) or kind) is numpy.ndarray
+
+
 def _decode_array(kind: type, value: object) -> object:
-    origin = get_origin(kind) or kind
-    if origin is not numpy.ndarray or not isinstance(value, list) or len(value) != 3:
+    if not _is_array(kind) or not isinstance(value, list) or len(value) != 3:
         raise ValueError("expected an array")
     dtype, shape, nbytes = array_of(value[0], value[1])
     check_dtype(kind, dtype)
@@ -119,9 +126,11 @@ def _decode_array(kind: type, value: object) -> object:
     else:
         raise ValueError("the message does not say where the bytes of an array are")
     # Copy the bytes: the peer can still write to the lent memory, and numpy reads some values twice.
-    return numpy.frombuffer(memory, dtype).reshape(shape).copy()
+    array = numpy.frombuffer(memory, dtype).copy()
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
+@functools.lru_cache(4096)
 def check_dtype(kind: Any, dtype: numpy.dtype[Any]) -> None:
     """Raise ValueError if a dtype does not match an annotation such as `NDArray[numpy.float32]`."""
     arguments = get_args(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -11,11 +12,12 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_o
 import msgspec
 import numpy
 
+from ..aio import Condition, run_shielded
 from ..errors import UsageError
 from .codec import decoder
 from .frames import OutSpec
 
-__all__ = ["Method", "Out", "Service", "method", "methods_of"]
+__all__ = ["DirectCall", "Method", "Out", "Service", "method", "methods_of"]
 
 T = TypeVar("T", bound=numpy.generic)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,6 +35,37 @@ has ended, the call writes no more bytes into it.
 """
 
 
+class DirectCall(AsyncIterator[None]):
+    """A call that a `direct` method has returned: it goes on in callbacks, and no task of its own awaits it."""
+
+    @abstractmethod
+    def begin(self, end: Callable[[Exception | None], None]) -> None:
+        """Start. `end` is to be called once, when the call is over: with None, or with the error that it ended with."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ask the call to end; `end` is called when it is over, soon or later. Idempotent."""
+
+    async def __anext__(self) -> None:
+        """Run the call in a task, as interceptors need it. If the wait is cancelled, it still waits for the end."""
+        over, ended = Condition(), list[Exception | None]()
+
+        def end(error: Exception | None) -> None:
+            ended.append(error)
+            over.wake_all()
+
+        self.begin(end)
+        try:
+            await over.until(lambda: ended)
+        except BaseException:
+            self.cancel()
+            await run_shielded(lambda: over.until(lambda: ended))
+            raise
+        if ended[0] is not None:
+            raise ended[0]
+        raise StopAsyncIteration
+
+
 class Service:
     """Base class of a service: other engines can call its methods that `method` marks.
 
@@ -48,14 +81,22 @@ class Service:
 class _Mark:
     idempotent: bool
     raises: tuple[type[Exception], ...]
+    direct: bool
 
 
 @overload
 def method(function: F, /) -> F: ...
 @overload
-def method(*, idempotent: bool = ..., raises: Sequence[type[Exception]] = ...) -> Callable[[F], F]: ...
 def method(
-    function: F | None = None, /, *, idempotent: bool = False, raises: Sequence[type[Exception]] = ()
+    *, idempotent: bool = ..., raises: Sequence[type[Exception]] = ..., direct: bool = ...
+) -> Callable[[F], F]: ...
+def method(
+    function: F | None = None,
+    /,
+    *,
+    idempotent: bool = False,
+    raises: Sequence[type[Exception]] = (),
+    direct: bool = False,
 ) -> F | Callable[[F], F]:
     """Mark a method of a Service, so that other engines can call it.
 
@@ -63,11 +104,12 @@ def method(
     (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is a caller's array that the method fills. A method
     that returns an `AsyncIterator` is a stream. `idempotent` allows the client to repeat a call when the client cannot
     know whether the method ran. If the method raises an exception of a class in `raises`, the caller gets an exception
-    of that class, made from its text; any other exception arrives as RemoteError.
+    of that class, made from its text; any other exception arrives as RemoteError. A `direct` method is an ordinary
+    function that returns a `DirectCall`, a stream without items: it runs in a callback of the loop, without a task.
     """
 
     def mark(function: F) -> F:
-        setattr(function, _MARK, _Mark(idempotent, tuple(raises)))
+        setattr(function, _MARK, _Mark(idempotent, tuple(raises), direct))
         return function
 
     return mark if function is None else mark(function)
@@ -84,7 +126,7 @@ class Method:
                 f"{self.name}: expected a name of at most {MAX_NAME} characters for service, version and "
                 "method together"
             )
-        self.idempotent = mark.idempotent
+        self.idempotent, self.direct = mark.idempotent, mark.direct
         self.raises = {kind.__name__: kind for kind in mark.raises}
         try:
             hints = get_type_hints(function, include_extras=True)

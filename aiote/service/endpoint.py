@@ -161,9 +161,15 @@ class CallEndpoint:
             )
         return found
 
-    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
-        """Run a coroutine function in a task of the loop's own."""
-        return self.loop.spawn(function, *args, name=name)
+    def spawn(
+        self,
+        function: Callable[..., Coroutine[Any, Any, None]],
+        *args: Any,
+        name: str,
+        after: Callable[[], object] | None = None,
+    ) -> LoopTask:
+        """Run a coroutine function in a task of the loop's own; `after` is called when the task has ended."""
+        return self.loop.spawn(function, *args, name=name, after=after)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in one of THREADS threads. Cancelling waits for its end."""
@@ -264,7 +270,10 @@ class CallEndpoint:
         left = TURN
         while left > 0:
             if self._part is None:
-                message = None if self.engine.closed else self.engine.recv_nowait()
+                try:
+                    message = self.engine.recv_nowait()
+                except aiote.ClosedError:
+                    return False
                 if message is None:
                     return False
                 left -= 1 + len(message.data) * TURN // TURN_BYTES  # messages without frames count as well

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import Condition, LoopTask
-from .codec import array_of, check_dtype, decode, encode, takes_long
-from .definition import Method
+from .codec import array_of, check_dtype, encode, takes_long
+from .definition import DirectCall, Method
 from .frames import CallFrame, CallStatus, End, Items, OutSpec
 from .interceptors import CallInfo, run_interceptors
 from .link import Link, kept_bytes
@@ -79,6 +79,7 @@ class Running:
         self.queued = self._ended = False
         self._unfolded_bytes = 0
         self._outgoing: _Outgoing | None = None
+        self._direct: DirectCall | None = None
 
     @property
     def info(self) -> CallInfo:
@@ -88,11 +89,48 @@ class Running:
     # From start to end.
 
     def start(self) -> None:
-        """Run the call in a task."""
+        """Run the call: in a task, unless its method is a direct one."""
+        endpoint, frame = self.link.endpoint, self.frame
+        if self._method.direct and not (
+            endpoint.server_interceptors
+            or self._server.interceptors
+            or frame.left  # only a task ends at the caller's deadline; our clients send none with streams
+            or takes_long(frame.body, frame.pieces, frame.outside)
+        ):
+            self._start_direct()
+            return
         spawn = functools.partial(
             self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._record_end
         )
         self._task = self._server.context.run(spawn)
+
+    def _start_direct(self) -> None:
+        token = _current.set(self)
+        try:
+            self._direct = self._function(*msgspec.structs.astuple(self._bound()))
+            self._direct.begin(self._finish)
+        except Exception as error:
+            self._finish(error)
+        finally:
+            _current.reset(token)
+
+    def _finish(self, error: Exception | None) -> None:
+        """End a direct call, with its error or as it was stopped."""
+        if not self._ended:
+            if self._status_if_cancelled is None:
+                self._end(*self._outcome(error))
+            self._record_end()
+
+    def _outcome(self, error: Exception | None) -> tuple[int, Parcel]:
+        """Return the status and the body with which a call ends."""
+        match error:
+            case None:
+                return CallStatus.DONE, Parcel(b"", [])
+            case _Invalid():
+                return CallStatus.INVALID, Parcel(str(error).encode()[:500], [])
+            case _NoRoom():
+                return CallStatus.BUSY, Parcel(str(error).encode()[:500], [])
+        return CallStatus.FAILED, Parcel(_describe_error(error, self.link.frames.room), [])
 
     def cancel(self) -> None:
         """Cancel the call, because the caller has cancelled it or is lost."""
@@ -106,6 +144,8 @@ class Running:
             self._status_if_cancelled = status
         if self._task is not None:
             self._task.cancel()
+        elif self._direct is not None:
+            self._direct.cancel()
         else:
             self._record_end()
 
@@ -120,7 +160,7 @@ class Running:
             self._end(CallStatus.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
         # The task's context and the stream refer to this object. Break these cycles: with them, the garbage collector
         # would run every few calls.
-        self._task = self._outgoing = None
+        self._task = self._outgoing = self._direct = None
         self._server.record_end(self)
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:
@@ -150,21 +190,14 @@ class Running:
         except anyio.get_cancelled_exc_class():
             # `_record_end` sends the End of a call that `stop` cancelled. A method that cancels itself has failed.
             if self._status_if_cancelled is None:
-                self._end(CallStatus.FAILED, self._described(RuntimeError("the method cancelled itself")))
-        except _Invalid as error:
-            self._end(CallStatus.INVALID, Parcel(str(error).encode()[:500], []))
-        except _NoRoom as error:
-            self._end(CallStatus.BUSY, Parcel(str(error).encode()[:500], []))
+                self._end(*self._outcome(RuntimeError("the method cancelled itself")))
         except Exception as error:
-            self._end(CallStatus.FAILED, self._described(error))
+            self._end(*self._outcome(error))
         else:
             if parcel is not None:
                 self._end(CallStatus.DONE, parcel)
         finally:
             _current.reset(token)
-
-    def _described(self, error: Exception) -> Parcel:
-        return Parcel(_describe_error(error, self.link.frames.room), [])
 
     async def _within_deadline(self) -> Parcel | None:
         """Return the result's parcel, or None if the caller's deadline passed first."""
@@ -193,14 +226,14 @@ class Running:
 
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
-        try:
-            body, take = link.values.open_body(frame, frame.body, self.charge)
-            if takes_long(frame.body, frame.pieces, frame.outside):
+        if takes_long(frame.body, frame.pieces, frame.outside):
+            try:
+                body, take = link.values.open_body(frame, frame.body, self.charge)
                 bound = await link.endpoint.decode(method.read_arguments, body, take)
-            else:
-                bound = decode(method.read_arguments, body, take)
-        except ValueError as error:
-            raise _Invalid(str(error)) from error
+            except ValueError as error:
+                raise _Invalid(str(error)) from error
+        else:
+            bound = self._bound()
         arguments = [getattr(bound, name) for name in bound.__struct_fields__]
         if method.stream:
             return await self._stream(self._function(*arguments))
@@ -212,6 +245,13 @@ class Running:
             # A frame that keeps the error, as asyncio.TaskGroup does, would keep the arrays until a garbage collection.
             error.__traceback__ = None
             raise
+
+    def _bound(self) -> Any:
+        """Decode the arguments. Raises _Invalid, and _NoRoom beyond the limits."""
+        try:
+            return self.link.values.read_value(self._method.read_arguments, self.frame, self.frame.body, self.charge)
+        except ValueError as error:
+            raise _Invalid(str(error)) from error
 
     def charge(self, nbytes: int) -> None:
         """Charge bytes of objects to the caller's share until the call's end. Raises _NoRoom beyond the limits."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service
-from aiote.service import codec, endpoint, running, values
+from aiote.service import codec, endpoint, values
 from aiote.service.codec import LONG_ARRAYS, LONG_BODY, LONG_ITEM
 from aiote.service.endpoint import TURN, TURN_BYTES, CallEndpoint
 from aiote.service.frames import CallFrame, Cancel, End, HelloFrame, pack, unpack
@@ -66,7 +66,7 @@ def decoded(monkeypatch) -> dict[bool, list[int]]:
         found[threading.get_ident() == here].append(len(body))
         return decode(decoder, body, take)
 
-    for module in (endpoint, running, values):
+    for module in (endpoint, values):
         monkeypatch.setattr(module, "decode", noted)
     return found
 
