@@ -107,6 +107,8 @@ class Runtime:
 
     def require_open(self) -> None:
         """Raise ClosedError when the engine is closed, UsageError outside of its own event loop and process."""
+        if self._epoch == _forks and not self._closing and self.core.is_at_home():
+            return
         self.require_here()
         if self._closing:
             raise ClosedError("the engine is closed")

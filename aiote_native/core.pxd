@@ -30,6 +30,6 @@ cdef class Core:
                               PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
                               PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm,
                               bint reads=*)
-    cdef bint is_at_home(self) except -1
+    cpdef bint is_at_home(self) except -1
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

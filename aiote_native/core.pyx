@@ -328,7 +328,7 @@ cdef class Core:
                              page_bytes, reads)
         self.begin(peer, operation, reads, imm)
 
-    cdef bint is_at_home(self) except -1:  # whether the caller runs in the engine's event loop, if it has one
+    cpdef bint is_at_home(self) except -1:  # whether the caller runs in the engine's event loop, if it has one
         return self.own_loop is None or self.own_loop.is_running()
 
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1:

@@ -85,7 +85,7 @@ class Driver:
         elif self._asyncio is not None:
             if not self._core.awake:
                 self._core.awake = True
-                self._asyncio.call_soon(self._round_again)
+                self._asyncio.call_soon(self._round)
         elif self._sleeping:
             self._core.wake()
 
@@ -93,10 +93,6 @@ class Driver:
         # The loop may have seen the descriptor readable before its last turn left progress to the idle thread.
         if not self._core.awake and not self._core.left_alone:
             self._round()
-
-    def _round_again(self) -> None:
-        self._core.awake = False
-        self._round()
 
     def _round(self) -> None:
         if not self._running:
@@ -111,7 +107,7 @@ class Driver:
             # An interrupt raised in a task may or may not end the loop. If it does not, the next round has to come.
             if again and self._running and not self._core.awake and self._asyncio is not None:
                 self._core.awake = True
-                self._asyncio.call_soon(self._round_again)
+                self._asyncio.call_soon(self._round)
 
     def _collect(self, *, direct: bool = False) -> None:
         # A completion may start what waited for it, which calls `kick`. Collect that in this loop, without recursion.

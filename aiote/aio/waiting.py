@@ -181,5 +181,7 @@ class Condition:
 
     def wake_all(self, wake: Callable[[Waiter], object] = wake) -> None:
         """Wake all tasks that wait now."""
+        if not self._waiters:
+            return
         for _ in range(len(self._waiters)):
             self.wake_one(wake)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["SUBMITS", "VERBS", "Verb", "Wrap", "wrap_verbs"]
+__all__ = ["SUBMITS", "VERBS", "Verb", "Wrap", "is_wrapped", "wrap_verbs"]
 
 Verb: TypeAlias = Callable[..., Any]
 Wrap: TypeAlias = Callable[[str, Verb], Verb]
@@ -36,6 +36,11 @@ def wrap_verbs(engine: Any, wrap: Wrap, names: tuple[str, ...] = VERBS) -> Calla
             _shadow(engine, wrappers)
 
     return stop
+
+
+def is_wrapped(engine: Any, name: str) -> bool:
+    """Return whether a verb of an engine is wrapped, so that whoever has a shorter way takes the verb all the same."""
+    return name in vars(engine)
 
 
 def _shadow(engine: Any, wrappers: list[_Wrapper]) -> None:

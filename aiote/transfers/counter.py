@@ -255,16 +255,11 @@ class Counters:
         """Open the counters of consecutive immediates; see `Engine.counters`."""
         self.runtime.require_open()
         value = check_immediate(first)
-        for need in needs:
-            if not isinstance(need, int) or not 0 <= need <= 1 << 40:
-                raise UsageError(
-                    f"counters: {need!r}: expected numbers of writes to wait for, integers from 0 to 2**40"
-                )
         try:
             return CounterRow(self.runtime, CountRow(self.runtime.core, value, needs))
         except OverflowError as error:
             raise _too_many(error) from None
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise UsageError(f"counters: {error}") from None
 
     def reserve(self, count: int, sources: Iterable[Peer | Address | str] | None) -> ImmediateBlock:

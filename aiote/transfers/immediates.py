@@ -15,6 +15,7 @@ This module must not know how immediates arrive.
 from __future__ import annotations
 
 import bisect
+import os
 import secrets
 from collections import deque
 from typing import TYPE_CHECKING, Self
@@ -39,7 +40,8 @@ MOST = 1 << 26
 """Values that all blocks may have together: half of the granted half, so that a returned value can rest."""
 LONGEST = 1 << 16
 """Values of one block at most, because each of them is looked up before the block is granted."""
-GAP = 1 << 16
+GAP_BYTES = 2
+GAP = 1 << 8 * GAP_BYTES
 
 
 class ImmediateBlock:
@@ -135,7 +137,7 @@ class ImmediateGrants:
             raise UsageError(
                 f"reserve_immediates: {self._reserved} immediates are reserved, of 2**26 at most; close blocks first"
             )
-        first = self._find(self._next + secrets.randbelow(GAP), count)
+        first = self._find(self._next + int.from_bytes(os.urandom(GAP_BYTES), "little"), count)
         bisect.insort(self._block_starts, first)
         self._counts[first] = count
         self._reserved += count
@@ -143,12 +145,16 @@ class ImmediateGrants:
             return ImmediateBlock(self, first, count, None)
         block = ImmediateBlock(self, first, count, self._runtime.core.source_range(first, count))
         for source in sources:
-            block.allow(source)
+            self._allow(block._range, source)
         return block
 
     def allow(self, source_range: SourceRange, source: Peer | Address | str) -> None:
         """Count the writes of one incarnation of an engine on the values of a block."""
         self._runtime.require_open()
+        self._allow(source_range, source)
+
+    def _allow(self, source_range: SourceRange | None, source: Peer | Address | str) -> None:
+        assert source_range is not None
         address = one_engine(source, "allow")
         self._runtime.add_source(source_range, (address.identity, address.incarnation))
 

@@ -30,7 +30,7 @@ class Pages(PageSet):
         if not isinstance(region, (Region, RemoteRegion)):
             raise UsageError(f"Pages: region must be a Region or a RemoteRegion, got {type(region).__name__}")
         try:
-            index = PageIndex(indices)
+            index = indices if type(indices) is PageIndex else PageIndex(indices)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(
                 f"page indices must be integers that fit in 64 bits, got {type(indices).__name__}: {error}"
