@@ -12,15 +12,18 @@ from aiote_native.progress cimport lock, unlock, usable
 from aiote_native.waits cimport CounterHandle, CounterWait, open_counter
 
 
+cdef object MAX_COUNTS = 1 << 40
+
+
 cdef class CountRow:
     """Waits for `needs[i]` counts of immediate `first` + i. Counts from before are dropped if no other handle has the
-    immediate open. Raises OverflowError at the limit of immediates in use, ValueError for those of over 28 bits.
+    immediate open. Raises OverflowError at the limit of immediates in use, ValueError for those of over 28 bits, and
+    TypeError for needs that are no numbers of writes.
     """
 
     def __init__(self, Core core not None, uint32_t first, needs):
         cdef CounterHandle handle
         cdef CounterWait waiting
-        cdef uint64_t need
         usable(&core.engine)
         if self.handles is not None:
             raise RuntimeError("the row was already opened")
@@ -28,6 +31,8 @@ cdef class CountRow:
         self.waits = []
         try:
             for need in needs:
+                if not isinstance(need, int) or not 0 <= need <= MAX_COUNTS:
+                    raise TypeError(f"{need!r}: expected numbers of writes to wait for, integers from 0 to 2**40")
                 handle = open_counter(core, &core.engine, first + <uint32_t> len(self.handles))
                 self.handles.append(handle)
                 with nogil:

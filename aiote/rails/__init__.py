@@ -14,6 +14,7 @@ from aiote_native.elements import check_elements
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.heartbeats import Pulse, check_pulses
+from aiote_native.layers import LayerMoves, LayerRun, OfferedLayers, PushedLayers, row_fault
 from aiote_native.loops import OwnLoop
 from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink, deliver
@@ -66,11 +67,14 @@ __all__ = [
     "EventPool",
     "Flight",
     "ForkError",
+    "LayerMoves",
+    "LayerRun",
     "LocalMemory",
     "LocalSlice",
     "NativeAlarm",
     "NativeEndpoint",
     "NativeWaiter",
+    "OfferedLayers",
     "Operation",
     "Order",
     "OwnLoop",
@@ -80,6 +84,7 @@ __all__ = [
     "PendingChannel",
     "PreparedTargets",
     "Pulse",
+    "PushedLayers",
     "Rail",
     "RailInfo",
     "RailSet",
@@ -109,6 +114,7 @@ __all__ = [
     "parse_address",
     "pools_fit",
     "read_value",
+    "row_fault",
     "run",
     "scatter",
     "section",

@@ -8,6 +8,7 @@ from .counter import Counter, CounterRow, Counters
 from .immediates import ImmediateBlock
 from .inbox import Inbox, Message, Messages, writable
 from .lease import Lease
+from .moves import Move, PreparedMoves
 from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
 from .peer import Peer, one_engine
@@ -34,10 +35,12 @@ __all__ = [
     "LeaseGranter",
     "Message",
     "Messages",
+    "Move",
     "Pages",
     "Peer",
     "PeerFinder",
     "PeerGroup",
+    "PreparedMoves",
     "PreparedPages",
     "PreparedScatter",
     "Region",

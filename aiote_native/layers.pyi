@@ -1,0 +1,49 @@
+from collections.abc import Sequence
+from typing import Any
+
+from aiote_native.core import Core
+from aiote_native.prepared import PreparedTargets, TargetRun
+from aiote_native.workrequests import PageIndex
+
+class OfferedLayers:
+    layers: list[int]
+    tokens: int
+    told: bool
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def open_layers(self, layers: Sequence[int], tokens: int, computed: bool = False) -> None: ...
+    def computed(self, layer: int, tokens: int | None = None, *, stream: Any = None) -> None: ...
+    def hear(self) -> None: ...
+    def take_back(self) -> None: ...
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def computed_to(self) -> dict[int, int]: ...
+
+class PushedLayers:
+    left: int
+    def __init__(
+        self,
+        offered: OfferedLayers,
+        layers: list[int],
+        groups: list[list[int]],
+        spans: list[range],
+        units: list[int],
+        tokens: int,
+    ) -> None: ...
+    def take(self) -> list[tuple[list[range], list[int], Any]]: ...
+
+class LayerMoves(PreparedTargets):
+    def __init__(self, core: Core, capacity: int, page_bytes: int = 0) -> None: ...
+    def place(self, pattern: int, page_bytes: int) -> None: ...
+    def end_layer(self, immediate: int) -> None: ...
+    def run(
+        self, layers: list[int], offsets: list[tuple[PageIndex, PageIndex] | None], imm: int, most: int
+    ) -> LayerRun | None: ...
+
+class LayerRun(TargetRun):
+    layers: int
+    pieces: int
+    @property
+    def owner(self) -> Any: ...
+
+def row_fault(numbers: object, pages: int, distinct: bool) -> int: ...
