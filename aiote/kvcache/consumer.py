@@ -29,7 +29,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..aio import Condition, run_background_tasks, run_shielded
+from ..aio import Condition, current_loop, run_background_tasks, run_shielded
 from .immediates import Block, Immediates
 from .moving import PagedMoves, Rows, TransferBatch, check_rows, check_target, token_count
 from .producers import Links, Place, PrefillSession
@@ -62,17 +62,17 @@ class Reception:
         self._unconfirmed: set[PrefillSession] = set()
         self._streams: dict[PrefillSession, service.Stream] = {}
         self._block: Block | None = None
-        self._reading = anyio.CancelScope()
+        self._reading: anyio.CancelScope | None = None
         self._batches: list[TransferBatch] = []
-        self._read_over = anyio.Event()
+        self._read_over = not reads
         self._changed = Condition()
-        self._moved_at, self._seen = anyio.current_time(), 0
+        self._moved_at, self._seen = consumer.now(), 0
 
     def record_progress(self) -> None:
         """Record that the request is not stuck: layers came, or a rank says that it waits in a moving queue or is
         computed.
         """
-        self._moved_at = anyio.current_time()
+        self._moved_at = self._consumer.now()
 
     def check_progress(self, stall_timeout: float) -> None:
         """Record new layers; fail the request if it has been stuck for `stall_timeout` seconds."""
@@ -81,7 +81,7 @@ class Reception:
         if arrived != self._seen:
             self._seen = arrived
             self.record_progress()
-        if anyio.current_time() - self._moved_at > stall_timeout:
+        if self._consumer.now() - self._moved_at > stall_timeout:
             self.fail(
                 f"no layer arrived for {stall_timeout} s (stall_timeout), and no prefill rank reported "
                 "that it queues or computes it"
@@ -130,7 +130,8 @@ class Reception:
         """End the request with a reason, unless it has failed or is complete; the first reason stays. Idempotent."""
         if not (self.failed or self.complete):
             self.failed = reason
-            self._reading.cancel()
+            if self._reading is not None:
+                self._reading.cancel()
             if self._block is not None:
                 self._block.row.close()
             for stream in self._streams.values():
@@ -181,7 +182,9 @@ class Reception:
     async def read(self) -> None:
         """Read from all ranks concurrently, each after its answer; all layers arrive together at the end."""
         try:
-            with self._reading:
+            with anyio.CancelScope() as self._reading:
+                if self.failed:
+                    self._reading.cancel()
                 async with anyio.create_task_group() as group:
                     for link in self._links:
                         group.start_soon(self._read, link)
@@ -191,7 +194,7 @@ class Reception:
             # Any error: the answer of a prefill rank may end this request, but not the consumer.
             self.fail(str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
-            self._read_over.set()
+            self._read_over = True
             self._changed.wake_all()
 
     async def _read(self, link: PrefillSession) -> None:
@@ -233,7 +236,7 @@ class Reception:
                 for source, target in moves.layer(layer, spans):
                     if not batch.has_room:
                         await batch.room()
-                    batch.submit(engine.submit_read_pages, source, target)
+                    batch.submit(len(source), engine.submit_read_pages, source, target)
             await batch.changed.until(lambda: not batch.is_busy)
         finally:
             await run_shielded(batch.drain)
@@ -252,9 +255,19 @@ class Reception:
         """End the request, wait until all writes for it are over, and free its immediates."""
         self.fail("the program left it before it was complete")
         if self._reads:
-            await self._read_over.wait()
+            await self._changed.until(lambda: self._read_over)
         elif not self.complete:
             await self._confirmed()
+        self._let_go()
+
+    def leave_if_over(self) -> bool:
+        """End the request as `leave` does if all writes for it are over; return whether they are."""
+        over = self._read_over and self.complete
+        if over:
+            self._let_go()
+        return over
+
+    def _let_go(self) -> None:
         for link in self._links:
             link.readers.discard(self)
             link.quarantine.pop(self, None)
@@ -317,6 +330,7 @@ class Consumer:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Consumer:
+        self.now = current_loop().time
         async with AsyncExitStack() as stack:
             for array in self._arrays:
                 self.regions.append(await self.engine.register_async(array, "write"))
@@ -379,4 +393,5 @@ class Consumer:
             yield reception
         finally:
             self._receptions.discard(reception)
-            await run_shielded(reception.leave)
+            if not reception.leave_if_over():
+                await run_shielded(reception.leave)

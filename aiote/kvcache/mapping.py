@@ -188,6 +188,9 @@ class CacheMap:
             layer: tuple((move.pattern.group, move.pattern.pieces) for move in moves)
             for layer, moves in self.moves.items()
         }
+        # Most layers are alike, so the pieces of a request are counted once for each distinct layout.
+        self._distinct = list(dict.fromkeys(self.pieces.values()))
+        self._layouts = [self._distinct.index(pieces) for pieces in self.pieces.values()]
 
     def _require_alike(self, source: CacheTensor, target: CacheTensor) -> None:
         """Record the unit of the target's group. Raises MappingError if items, types or pages do not fit."""
@@ -238,16 +241,17 @@ class CacheMap:
 
     def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
         """Return the number of pieces of each layer of a request. Raises MappingError if a layer has too many."""
-        spans = self.spans(targets, tokens)
-        # Compute each distinct layout once, because most layers are alike.
-        known = {pieces: sum(len(spans[group]) * times for group, times in pieces) for pieces in self.pieces.values()}
-        counts = [known[pieces] for pieces in self.pieces.values()]
-        if max(counts, default=0) > MOST_PIECES:
+        return self.counts_of(self.spans(targets, tokens), tokens)
+
+    def counts_of(self, spans: dict[int, range], tokens: int) -> list[int]:
+        """Return the number of pieces of each layer of a request that has these units, as `counts` does."""
+        known = [sum([len(spans[group]) * times for group, times in pieces]) for pieces in self._distinct]
+        if max(known, default=0) > MOST_PIECES:
             raise MappingError(
                 f"{self.source.name} and {self.part.name} have such different layouts that a layer of {tokens} "
-                f"tokens would move in {max(counts)} pieces, expected at most {MOST_PIECES}; use more similar layouts"
+                f"tokens would move in {max(known)} pieces, expected at most {MOST_PIECES}; use more similar layouts"
             )
-        return counts
+        return [known[layout] for layout in self._layouts]
 
     def check_source(self, sources: dict[int, PageRow], spans: dict[int, range]) -> None:
         """Raise MappingError if the pages of the source do not hold the units `spans` of each group."""

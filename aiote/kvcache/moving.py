@@ -5,21 +5,26 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
-import numpy as np
 
 import aiote
 
 from ..aio import Condition
+from ..rails import PageIndex, row_fault
+from ..transfers import Move, PreparedMoves
 from .mapping import CacheMap, PageRow, Pattern
 from .tensors import CacheSpec
+
+if TYPE_CHECKING:
+    from ..rails import LayerRun
 
 __all__ = [
     "PagedMoves",
     "Rows",
+    "SessionMoves",
     "TransferBatch",
     "TransferStatistics",
     "Written",
@@ -35,6 +40,8 @@ MOST_AT_ONCE = 1 << 14
 layer has (up to MOST_PIECES), so both the time of a turn of the loop and the offsets in flight are bounded by this: a
 piece takes 11 ns to compute and submit, and 16 bytes.
 """
+OUTSIDE = 1
+"""What `row_fault` returns for a page that a cache does not have; for a page twice it returns 2."""
 MOST_KEPT = 1 << 18
 """The most pieces of a request whose offsets are kept for the layers that move alike; the offsets of further pieces are
 computed for each layer.
@@ -44,19 +51,25 @@ computed for each layer.
 def check_rows(spec: CacheSpec, rows: Rows) -> None:
     """Raise UsageError for page numbers that a cache does not have."""
     for group, row in rows.items():
-        pages, numbers = spec.groups.get(group, 0), row.pages
-        if len(numbers) and not 0 <= int(np.min(numbers)) <= int(np.max(numbers)) < pages:
-            raise aiote.UsageError(f"{spec.name}: group {group} has pages 0 to {pages - 1}, got {numbers}")
+        if row_fault(row.pages, spec.groups.get(group, 0), distinct=False):
+            raise _outside(spec, group, row)
+
+
+def _outside(spec: CacheSpec, group: int, row: PageRow) -> aiote.UsageError:
+    last = spec.groups.get(group, 0) - 1
+    return aiote.UsageError(f"{spec.name}: group {group} has pages 0 to {last}, got {row.pages}")
 
 
 def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
     """Raise UsageError for rows that cannot receive `tokens` tokens: a page that the cache does not have, a page twice
     in a row, or too few pages. Groups without a row are not moved; opaque pages have no tokens.
     """
-    check_rows(spec, rows)
+    faults = {group: row_fault(row.pages, spec.groups.get(group, 0), distinct=True) for group, row in rows.items()}
     for group, row in rows.items():
-        # A row longer than the group must repeat a page; so only shorter rows are sorted by `np.unique`.
-        if len(row.pages) > spec.groups.get(group, 0) or len(np.unique(row.pages)) < len(row.pages):
+        if faults[group] == OUTSIDE:
+            raise _outside(spec, group, row)
+    for group, row in rows.items():
+        if faults[group]:
             raise aiote.UsageError(f"{spec.name}: a page occurs twice in the row of group {group}: {row.pages}")
         in_page = spec.page_tokens.get(group, 0)
         room = (row.start + len(row.pages)) * in_page
@@ -95,12 +108,14 @@ class PagedMoves:
         self._memories = sources, targets
         self._rows = source_rows, target_rows
         self._known: dict[tuple[Pattern, int, int, range], tuple[aiote.Pages, aiote.Pages]] = {}
+        self._offsets: dict[tuple[Pattern, range], tuple[PageIndex, PageIndex]] = {}
         self._kept = 0
 
     def replace_sources(self, rows: Rows) -> None:
         """Use other pages of the source from now on."""
         self._rows = rows, self._rows[1]
         self._known.clear()
+        self._offsets.clear()
         self._kept = 0
 
     def layer(self, layer: int, spans: dict[int, range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
@@ -117,18 +132,76 @@ class PagedMoves:
         found = self._known.get(key)
         if found is None:
             found = self._pages(*key)
-            if self._kept + len(found[0]) <= MOST_KEPT:
-                self._kept += len(found[0])
+            if (key[0], key[3]) in self._offsets:
                 self._known[key] = found
         return found
 
+    def offsets(self, pattern: Pattern, span: range) -> tuple[PageIndex, PageIndex]:
+        """Return the offsets of the pieces of the units `span` on both sides."""
+        found = self._offsets.get((pattern, span))
+        if found is None:
+            here, there = self._rows
+            ours, theirs = pattern.offsets(here[pattern.group], there[pattern.group], span)
+            found = PageIndex(ours), PageIndex(theirs)
+            if self._kept + len(ours) <= MOST_KEPT:
+                self._kept += len(ours)
+                self._offsets[pattern, span] = found
+        return found
+
     def _pages(self, pattern: Pattern, source: int, target: int, span: range) -> tuple[aiote.Pages, aiote.Pages]:
-        here, there = (rows[pattern.group] for rows in self._rows)
-        ours, theirs = pattern.offsets(here, there, span)
+        ours, theirs = self.offsets(pattern, span)
         region, remote = self._memories[0][source], self._memories[1][target]
         if region is None or remote is None:
             raise aiote.UsageError("the peer did not lend a memory that the part lies in")
         return aiote.Pages(region, ours, pattern.nbytes, 1), aiote.Pages(remote, theirs, pattern.nbytes, 1)
+
+
+class SessionMoves:
+    """The moves of all layers of a session in the form that the engine takes for many layers at once.
+
+    `groups` names for each layer the positions, among the groups of the map, of the groups that it has moves of.
+    """
+
+    def __init__(
+        self,
+        cache_map: CacheMap,
+        peer: aiote.Peer,
+        sources: Sequence[aiote.Region],
+        targets: Sequence[aiote.RemoteRegion | None],
+        immediates: dict[int, int],
+    ) -> None:
+        places = {group: place for place, group in enumerate(cache_map.units)}
+        self.groups = [[places[group] for group, _ in cache_map.pieces[layer]] for layer in cache_map.layers]
+        numbers: dict[Pattern, int] = {}
+        layers: list[tuple[int, list[Move]]] = []
+        lent = True
+        for layer in cache_map.layers:
+            layers.append((immediates[layer], []))
+            for move in cache_map.moves[layer]:
+                onto = targets[move.target_memory] if targets else None
+                lent = lent and onto is not None
+                pattern = numbers.setdefault(move.pattern, len(numbers))
+                source, nbytes = sources[move.source_memory], move.pattern.nbytes
+                if onto is not None:
+                    layers[-1][1].append(Move(source, move.source_offset, onto, move.target_offset, pattern, nbytes))
+        self.patterns = [(pattern, places[pattern.group], pattern.pieces) for pattern in numbers]
+        self._prepared = PreparedMoves.of(peer, layers) if lent else None
+
+    def run(
+        self, moves: PagedMoves, spans: Sequence[range], layers: list[int], imm: int
+    ) -> tuple[LayerRun, Callable[[LayerRun, Any], aiote.Transfer]] | None:
+        """Make a request of the first of these layers, as many as one transfer may have; the units `spans` of each
+        group move. Return it with the function that starts it, or None if the layers are to be written one by one.
+        """
+        if self._prepared is None:
+            return None
+        offsets: list[tuple[PageIndex, PageIndex] | None] = []
+        for pattern, group, pieces in self.patterns:
+            if pieces * len(spans[group]) > MOST_AT_ONCE:
+                return None
+            offsets.append(moves.offsets(pattern, spans[group]) if spans[group] else None)
+        run = self._prepared.run(layers, offsets, imm, MOST_AT_ONCE)
+        return None if run is None else (run, self._prepared.start)
 
 
 class Written(NamedTuple):
@@ -170,7 +243,7 @@ class TransferBatch:
     def __init__(
         self, engine: aiote.Engine, peer: aiote.Peer, changed: Condition, traffic: TransferStatistics | None = None
     ) -> None:
-        self._engine, self._peer = engine, peer
+        self.engine, self._peer = engine, peer
         self.changed = changed
         self._traffic = traffic
         self._counted = 0, 0
@@ -222,25 +295,23 @@ class TransferBatch:
         """Wait until the peer has room, and let other tasks run first. Raises PeerError."""
         self._pieces = 0
         await anyio.lowlevel.checkpoint()
-        await self._engine.room(self._peer)
+        await self.engine.room(self._peer)
 
-    def submit(
-        self,
-        start: Callable[..., aiote.Transfer],
-        source: aiote.Pages,
-        target: aiote.Pages,
-        *arguments: Any,
-        **more: Any,
-    ) -> None:
-        """Start a paged transfer; the caller has made sure of room. Raises PeerError once the peer is lost."""
+    def begin_turn(self) -> None:
+        """Record that the caller is in another turn of the loop than at the last transfer."""
+        self._pieces = 0
+
+    def submit(self, pieces: int, start: Callable[..., aiote.Transfer], *arguments: Any, **more: Any) -> aiote.Transfer:
+        """Start a transfer of some pieces; the caller has made sure of room. Raises PeerError once the peer is lost."""
         if self._peer.lost:
             # A transfer started now would use the next connection, and the peer relies on this not happening.
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
-        self._pieces += len(source)
-        transfer = start(source, target, *arguments, **more)
+        self._pieces += pieces
+        transfer = start(*arguments, **more)
         if self._traffic is not None and not self._flight:
             self._traffic.record_begin()
         transfer.join(self._flight)
+        return transfer
 
     async def drain(self) -> None:
         """Cancel the transfers in flight and wait until all are over. Cancelling the wait loses none."""

@@ -14,9 +14,9 @@ rank whose request still waits for pages renews this wait. Once its block is lef
 
 from __future__ import annotations
 
+import math
 import sys
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,20 +24,23 @@ import numpy as np
 
 import aiote
 
-from ..aio import Condition, run_shielded
-from .mapping import CacheMap
-from .moving import PagedMoves, Rows, TransferBatch, check_rows
+from ..aio import Condition, current_loop, run_shielded
+from ..rails import OfferedLayers
+from .moving import Rows
 from .protocol import TransferRefused
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Offer", "Offers", "Push"]
+    from ..aio import EventLoop
+    from .pushing import Push
+
+__all__ = ["Offer", "Offers"]
 
 REMEMBERED = 4096
 
 
-class Offer:
+class Offer(OfferedLayers):
     """A request's cache at this rank, `async with producer.offer(...) as offer`. `Producer.offer` makes it.
 
     `rows` are the pages of each group; the program may replace them by longer rows as it allocates pages. The program
@@ -47,41 +50,53 @@ class Offer:
     """
 
     def __init__(
-        self, offers: Offers, request: str, tokens: int, rows: Rows, readers: int | None, computed: dict[int, int]
+        self,
+        offers: Offers,
+        request: str,
+        tokens: int,
+        rows: Rows,
+        readers: int | None,
+        layers: list[int],
+        *,
+        computed: bool,
     ) -> None:
-        self.request, self.tokens, self.rows = request, tokens, rows
+        self.open_layers(layers, tokens, computed)
+        self.request, self.rows = request, rows
         self.outcome = ""
         self.stopped = ""
         self.failures: list[str] = []
-        self.computed_to = computed
-        self.streams: dict[int, Any] = {}
         self.changed = Condition()
+        self._ended_some = Condition()
         self.suspending = False
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
         self.page_tokens = offers.page_tokens
         self._offers = offers
+        self._loop: EventLoop | None = None
         self._readers = readers or 0
         self._joined = self._ended = 0
+        self._latest = self.expires = math.inf
 
     # Called by the program.
 
-    def computed(self, layer: int, tokens: int | None = None, *, stream: Any = None) -> None:
-        """Record that a layer is computed up to a token, by default to the last; its writes start soon after.
+    def on_computed(self) -> None:
+        """Let the readers look at the layers in the loop's next turn, with those that are computed until then."""
+        if self._loop is not None:
+            self._loop.call_soon(self._announce)
+        else:
+            self.hear()
 
-        Pages that are not full yet wait. If the layer is in GPU memory, it is written after the work of `stream` (as in
-        `Engine.write`); for readers that pull (`reads=True`) its kernels must already be over. Raises UsageError for a
-        layer that this rank does not have.
-        """
-        if layer not in self.computed_to:
-            raise aiote.UsageError(
-                f"layer {layer} is not in this rank's cache, which has layers {sorted(self.computed_to)}"
-            )
-        self.computed_to[layer] = max(self.computed_to[layer], self.tokens if tokens is None else tokens)
-        self.streams[layer] = stream
-        for push in self.pushes:
-            push.todo.append(layer)
-        self.changed.wake_all()
+    def _announce(self) -> None:
+        if not self.told:
+            return
+        self.hear()
+        for push in tuple(self.pushes):
+            push.step()
+        self.signal()
+
+    def refuse_layer(self, layer: int) -> None:
+        """Raise UsageError for a layer that this rank does not have."""
+        raise aiote.UsageError(f"layer {layer} is not in this rank's cache, which has layers {sorted(self.layers)}")
 
     async def suspend(self, limit: float) -> None:
         """Return when no write of this rank reads the request's pages, so that the program may use them for another
@@ -93,10 +108,7 @@ class Offer:
         not the request's. If this is cancelled, pages may still be read.
         """
         pulled = self.complete and len(self.active) > len(self.pushes)
-        for layer in self.computed_to:
-            self.computed_to[layer] = 0
-        for push in self.pushes:
-            push.todo.clear()
+        self.take_back()
         if pulled:
             self.stop("its pages were taken back before they were read")
         self.suspending = True
@@ -117,7 +129,7 @@ class Offer:
         chunk) and may wrap around. Raises UsageError.
         """
         changes = self._offers.engine.watch(value)
-        layers, done = list(self.computed_to), 0
+        layers, done = self.layers, 0
         try:
             # Read the value after the watch began, so that no increment between the two is missed.
             now = int.from_bytes(_bytes_of(value), sys.byteorder)
@@ -131,17 +143,13 @@ class Offer:
         finally:
             await changes.aclose()
 
-    @property
-    def complete(self) -> bool:
-        """Whether all layers are computed."""
-        return min(self.computed_to.values(), default=0) >= self.tokens
-
     def stop(self, reason: str) -> None:
         """End the offer and tell its readers the reason. Idempotent."""
         self.stopped = self.stopped or reason
-        for push in self.pushes:
-            push.room.cancel()
+        for push in tuple(self.pushes):
+            push.stop()
         self.changed.wake_all()
+        self._ended_some.wake_all()
 
     @property
     def awaited(self) -> bool:
@@ -152,21 +160,35 @@ class Offer:
         """Wait until all readers have ended or the offer is stopped. Stop it as "expired" when no reader comes, ends or
         renews within `match_timeout`; while this rank writes to a reader, only after `renewal_limit`.
         """
-        offers = self._offers
-        end = anyio.current_time() + max(offers.match_timeout, offers.renewal_limit)
-        while self.awaited and not self.stopped:
-            left = end - anyio.current_time()
-            # The signal also comes when a push ends.
-            with anyio.move_on_after(left if self.pushes else min(offers.match_timeout, left)) as scope:
-                await self.changed.wait()
-            if scope.cancelled_caught and (not self.pushes or anyio.current_time() >= end):
-                self.stop("expired")
+        if self.awaited and not self.stopped:
+            self._latest = self._offers.latest()
+            self.signal()
+            try:
+                self._offers.watch(self)
+                await self._ended_some.until(lambda: not self.awaited or self.stopped)
+            finally:
+                self._offers.unwatch(self)
+
+    def signal(self) -> None:
+        """Wake the waits of this offer, because something has changed; its wait of `match_timeout` begins anew."""
+        if self._latest < math.inf:
+            self.expires = self._latest if self.pushes else min(self._offers.latest_match(), self._latest)
+        self.changed.wake_all()
+
+    def expire(self) -> None:
+        """Stop the offer, because its time has come; while this rank writes to a reader, it has until the last."""
+        if self.pushes and self.expires < self._latest:
+            self.expires = self._latest
+            self._offers.watch(self)
+        else:
+            self.stop("expired")
 
     def renew(self) -> None:
         """Restart the wait of `match_timeout`."""
-        self.changed.wake_all()
+        self.signal()
 
     async def __aenter__(self) -> Offer:
+        self._loop = current_loop()
         self._offers.enter(self)
         return self
 
@@ -179,6 +201,7 @@ class Offer:
                     raise aiote.UsageError(
                         f"the program left the offer of {self.request!r} before it had called computed() for all layers"
                     )
+                self._announce()
                 await self.wait()
         finally:
             if self.awaited:
@@ -189,7 +212,7 @@ class Offer:
             self.outcome = self.stopped or next(iter(self.failures), "moved")
 
     async def _quiet(self) -> None:
-        await self.changed.until(lambda: not self.active)
+        await self._ended_some.until(lambda: not self.active)
 
     # Called for readers.
 
@@ -208,7 +231,7 @@ class Offer:
             )
         self._joined += 1
         self.active.add(reader)
-        self.changed.wake_all()
+        self.signal()
 
     def remove_reader(self, reader: object, failure: str) -> None:
         """Record that a reader has ended, and why if it failed."""
@@ -216,7 +239,8 @@ class Offer:
         self._ended += 1
         if failure:
             self.failures.append(failure)
-        self.changed.wake_all()
+        self.signal()
+        self._ended_some.wake_all()
 
 
 def _bytes_of(value: Any) -> memoryview:
@@ -247,9 +271,72 @@ class Offers:
         self._over: dict[str, str] = {}
         self._queued: dict[str, float] = {}
         self._changed = Condition()
+        self._seekers: dict[str, list[Push]] = {}
+        self._watched: set[Offer | Push] = set()
+        self._wakes_at = math.inf
+        self._nudged = Condition()
+        self._now: Callable[[], float] = anyio.current_time
 
     def __len__(self) -> int:
         return len(self._open)
+
+    # The time that offers have.
+
+    def latest_match(self) -> float:
+        """Return until when a reader must come that is waited for from now on."""
+        return self._now() + self.match_timeout
+
+    def latest(self) -> float:
+        """Return when an offer ends whose block is left now, whatever its readers do."""
+        return self._now() + max(self.match_timeout, self.renewal_limit)
+
+    def watch(self, waiting: Offer | Push) -> None:
+        """Call `expire` of an offer or a reader when its time has come (`expires`), which may change meanwhile."""
+        self._watched.add(waiting)
+        if waiting.expires < self._wakes_at:
+            self._nudged.wake_all()
+
+    def unwatch(self, waiting: Offer | Push) -> None:
+        """Let an offer or a reader have any time."""
+        self._watched.discard(waiting)
+
+    async def keep_time(self) -> None:
+        """Let watched offers and readers expire when their time has come, for ever. There is one timer for all of them,
+        set again when it has rung: most waits end long before, and a timer each would cost more than the rest of them.
+        """
+        self._now = current_loop().time
+        while True:
+            now = self._now()
+            for waiting in [waiting for waiting in self._watched if waiting.expires <= now]:
+                self._watched.discard(waiting)
+                waiting.expire()
+            self._wakes_at = min((waiting.expires for waiting in self._watched), default=math.inf)
+            with anyio.move_on_after(self._wakes_at - now):
+                await self._nudged.wait()
+
+    # Offers and readers.
+
+    def find(self, request: str) -> Offer | None:
+        """Return the offer of a name, or None if there is none yet. Raises TransferRefused if it was refused."""
+        offer = self._open.get(request)
+        if offer is None and request in self._over:
+            raise TransferRefused(self._over[request])
+        return offer
+
+    def seek(self, request: str, reader: Push) -> None:
+        """Hand the offer of a name to a reader when there is one, or refuse it, at the latest after `match_timeout`."""
+        self._seekers.setdefault(request, []).append(reader)
+        reader.expires = self.latest_match()
+        self.watch(reader)
+
+    def unseek(self, request: str, reader: Push) -> None:
+        """End what `seek` began. Idempotent."""
+        self.unwatch(reader)
+        readers = self._seekers.get(request, [])
+        if reader in readers:
+            readers.remove(reader)
+            if not readers:
+                del self._seekers[request]
 
     def enter(self, offer: Offer) -> None:
         """Add an offer. Raises UsageError for a name that another offer has."""
@@ -257,6 +344,8 @@ class Offers:
             raise aiote.UsageError(f"request {offer.request!r} is offered already; give each offer a name of its own")
         self._over.pop(offer.request, None)
         self._open[offer.request] = offer
+        for reader in self._found(offer.request):
+            reader.match(offer)
         self._changed.wake_all()
 
     def remove(self, offer: Offer) -> None:
@@ -270,11 +359,22 @@ class Offers:
         self._over[request] = reason
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
+        if request not in self._open:
+            for reader in self._found(request):
+                reader.refuse(reason)
         self._changed.wake_all()
+
+    def _found(self, request: str) -> list[Push]:
+        readers = self._seekers.pop(request, [])
+        self._watched.difference_update(readers)
+        return readers
 
     def record_queued(self, requests: Iterable[str]) -> None:
         """Record all requests that wait in the program's queue."""
         self._queued = dict.fromkeys(requests, anyio.current_time())
+        for request in self._queued:
+            for reader in self._seekers.get(request, ()):
+                reader.expires = self.latest_match()
         self._changed.wake_all()
 
     def renew(self, requests: Iterable[str]) -> None:
@@ -310,97 +410,3 @@ class Offers:
         """Stop all offers."""
         for offer in tuple(self._open.values()):
             offer.stop(reason)
-
-
-class Push:
-    """A reader that this rank writes to: the units of its pages that were submitted, and those that are left."""
-
-    def __init__(
-        self, offer: Offer, moves: PagedMoves, batch: TransferBatch, rows: Rows, tokens: int, immediates: dict[int, int]
-    ) -> None:
-        self._offer, self._moves, self._batch = offer, moves, batch
-        self._map: CacheMap = moves.map
-        self._spans = self._map.spans(rows, tokens)
-        in_page = offer.page_tokens
-        self._unit_tokens = {group: unit or in_page.get(group, 0) for group, (unit, _, _) in self._map.units.items()}
-        # A page of states holds the state after all tokens of the offer, even if its reader asks for fewer.
-        states = any(span and not self._unit_tokens[group] for group, span in self._spans.items())
-        self._tokens, self._immediates = offer.tokens if states else tokens, immediates
-        self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
-        self._layers_left = set(self._map.layers)
-        self._checked: tuple[Rows, dict[int, range]] = {}, {}
-        self.todo: deque[int] = deque(offer.computed_to)
-        self.room = anyio.CancelScope()
-        self._submitting = False
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a write of this reader is in flight or is being submitted."""
-        return self._submitting or self._batch.in_flight
-
-    async def run(self, engine: aiote.Engine) -> None:
-        """Write each layer as it is computed; return when all are written. Raises TransferRefused, and the error of a
-        failed write. However this ends, no write is in flight afterwards.
-        """
-        self._offer.pushes.add(self)
-        try:
-            while True:
-                if self._offer.stopped:
-                    raise TransferRefused(self._offer.stopped)
-                await self._write_computed(engine)
-                if not self._batch.is_busy and not self._layers_left:
-                    return
-                if not self.todo:
-                    await self._batch.changed.wait()
-        finally:
-            try:
-                if not self._batch.end_if_idle():
-                    await run_shielded(self._batch.drain)
-            finally:
-                self._offer.pushes.discard(self)
-
-    async def _write_computed(self, engine: aiote.Engine) -> None:
-        """Start to write the layers in `todo`."""
-        self._submitting = True
-        try:
-            while self.todo:
-                await self._write(engine, self.todo.popleft())
-        finally:
-            self._submitting = False
-            if self._offer.suspending:
-                self._offer.changed.wake_all()
-
-    async def _write(self, engine: aiote.Engine, layer: int) -> None:
-        """Start to write the units of a layer that became full since the last call."""
-        if layer not in self._layers_left:
-            return
-        spans, sent = {}, self._sent[layer]
-        computed = self._offer.computed_to[layer]
-        for group, _ in self._map.pieces[layer]:
-            if group in spans:
-                continue
-            whole, unit = self._spans[group], self._unit_tokens[group]
-            full = computed // unit if unit else whole.start
-            stop = whole.stop if computed >= self._tokens else min(max(full, sent[group]), whole.stop)
-            spans[group], sent[group] = range(sent[group], stop), stop
-        replaced = self._offer.rows != self._checked[0]
-        if replaced or spans != self._checked[1]:
-            # Copy the rows: the program may replace them at any time, even while this waits for room.
-            rows = self._offer.rows.copy()
-            check_rows(self._map.source, rows)
-            self._map.check_source(rows, spans)
-            if replaced:
-                self._moves.replace_sources(rows)
-            self._checked = rows, spans
-        if computed >= self._tokens:
-            self._layers_left.discard(layer)
-        stream = self._offer.streams.get(layer)
-        order = {} if stream is None else {"stream": stream}
-        for source, target in self._moves.layer(layer, spans):
-            if not self._batch.has_room:
-                # `Offer.stop` cancels this wait, so that a peer that takes no writes cannot delay the offer's end.
-                with anyio.CancelScope() as self.room:
-                    await self._batch.room()
-                if self._offer.stopped:
-                    raise TransferRefused(self._offer.stopped)
-            self._batch.submit(engine.submit_write_pages, source, target, self._immediates[layer], **order)

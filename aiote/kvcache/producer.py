@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -15,11 +15,11 @@ import anyio.lowlevel
 import aiote
 
 from .. import service
-from ..aio import current_loop, run_shielded
+from ..aio import current_loop, run_background_tasks, run_shielded
 from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap
-from .moving import PagedMoves, Rows, TransferBatch, TransferStatistics, Written, check_rows, check_target, token_count
-from .offers import Offer, Offers, Push
+from .moving import Rows, SessionMoves, TransferStatistics, Written, check_rows, token_count
+from .offers import Offer, Offers
 from .protocol import (
     MOST_NAMED,
     NoSessionError,
@@ -28,9 +28,9 @@ from .protocol import (
     PushRequest,
     TransferRefused,
     Transfers,
-    rows_of,
     rows_to,
 )
+from .pushing import DecodeSession, Push
 from .tensors import FEW_TENSORS, Cache, CacheSpec
 
 if TYPE_CHECKING:
@@ -38,39 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Producer"]
 
+T = TypeVar("T")
 ATTACHED = 128
 """After it has attached this many memories, 50 us each, `open` lets other tasks run."""
-FEW_PAGES = 1 << 14
-"""Requests with more pages are checked in a thread; sorting this many takes 2.5 ms."""
 MOST_SESSIONS = 16
 """The most sessions of one peer. A decode rank opens one for each cache, group and way of moving (push or pull);
 beyond that, the producer drops the session that was unused for the longest time."""
-
-
-@dataclass(eq=False)
-class DecodeSession:
-    """The map onto a decode rank's part, and the decode rank's memories if this rank writes (`targets`).
-
-    `asked` counts the open calls for each request; `has_moving_stream` is whether a `moving` stream is open.
-    """
-
-    peer: aiote.Peer
-    map: CacheMap
-    immediates: dict[int, int]
-    targets: list[aiote.RemoteRegion | None]
-    asked: Counter[str] = field(default_factory=Counter)
-    has_moving_stream: bool = False
-
-    @contextmanager
-    def asks(self, request: str) -> Iterator[None]:
-        """Count a call for a request while the call is open."""
-        self.asked[request] += 1
-        try:
-            yield
-        finally:
-            self.asked[request] -= 1
-            if not self.asked[request]:
-                del self.asked[request]
 
 
 @dataclass(eq=False)
@@ -123,7 +96,7 @@ class Producer:
         """
         tokens = token_count(tokens)
         check_rows(self.spec, rows)
-        return Offer(self._offers, request, tokens, rows, readers, dict.fromkeys(self.spec.layers, tokens * computed))
+        return Offer(self._offers, request, tokens, rows, readers, self.spec.layers, computed=computed)
 
     def refuse(self, request: str, reason: str) -> None:
         """Refuse a request, with the reason, to decode ranks that ask for it now or later."""
@@ -155,6 +128,7 @@ class Producer:
             for array in self._arrays:
                 self._regions.append(await self.engine.register_async(array, "read"))
                 stack.push_async_callback(run_shielded, self._regions[-1].aclose)
+            await stack.enter_async_context(run_background_tasks(self._offers.keep_time))
             await stack.enter_async_context(service.serve(self.engine, Transfers(self)))
             self._stack = stack.pop_all()
         return self
@@ -164,7 +138,10 @@ class Producer:
     ) -> bool | None:
         """Stop all offers; return when no transfer reads the memories any more."""
         self._offers.stop("the producer was closed")
-        return await self._stack.__aexit__(kind, error, trace)
+        try:
+            return await self._stack.__aexit__(kind, error, trace)
+        finally:
+            self._sessions.clear()
 
     # Called by decode ranks.
 
@@ -181,10 +158,13 @@ class Producer:
                 "descriptor for each memory"
             )
         targets = await self._attach(peer, part, memories)
+        counted = dict(zip(part.layers, immediates, strict=True))
+        moves = await self._run(part, partial(SessionMoves, cache_map, peer, self._regions, targets, counted))
         self._forget(peer)
         number = next(self._numbers)
-        counted = dict(zip(part.layers, immediates, strict=True))
-        self._sessions[number] = DecodeSession(peer, cache_map, counted, targets)
+        self._sessions[number] = DecodeSession(
+            self.engine, self._traffic, peer, cache_map, self._regions, targets, counted, moves
+        )
         return Opened(number, [] if memories else [region.descriptor for region in self._regions])
 
     async def _map(self, part: CacheSpec) -> CacheMap:
@@ -194,10 +174,14 @@ class Producer:
             part.check()
             return CacheMap(self.spec, part)
 
+        return await self._run(part, check_and_map)
+
+    async def _run(self, part: CacheSpec, work: Callable[[], T]) -> T:
+        """Do some work on all tensors of a part: in a thread if there are many."""
         if len(part.tensors) <= FEW_TENSORS:
-            return check_and_map()
-        made: CacheMap = await CallEndpoint.of(self.engine).in_thread(check_and_map)
-        return made
+            return work()
+        done: T = await CallEndpoint.of(self.engine).in_thread(work)
+        return done
 
     async def _attach(
         self, peer: aiote.Peer, part: CacheSpec, memories: list[bytes]
@@ -232,42 +216,9 @@ class Producer:
         self._sessions[number] = self._sessions.pop(number)
         return session
 
-    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None:
-        """Write a request's pages as they are computed."""
-        session = self._session(peer, fetch.session)
-        with session.asks(fetch.request):
-            await self._push(session, await self._offers.match(fetch.request), fetch)
-
-    async def _push(self, session: DecodeSession, offer: Offer, fetch: PushRequest) -> None:
-        offer.join(session, session.map.part.ranks)
-        failure = "it was cancelled"
-        try:
-            await (await self._reader(session, offer, fetch)).run(self.engine)
-            failure = ""
-        except aiote.AioteError as error:
-            failure = str(error)
-            raise TransferRefused(failure) from None
-        finally:
-            offer.remove_reader(session, failure)
-
-    async def _reader(self, session: DecodeSession, offer: Offer, fetch: PushRequest) -> Push:
-        """Return the `Push` that writes for a decode rank. Raises UsageError or TransferRefused if it does not fit."""
-        rows = rows_of(fetch.rows)
-        if sum(len(row.pages) for row in rows.values()) <= FEW_PAGES:
-            check_target(session.map.part, rows, fetch.tokens)
-        else:
-            await CallEndpoint.of(self.engine).in_thread(check_target, session.map.part, rows, fetch.tokens)
-        session.map.counts(rows, fetch.tokens)
-        if fetch.tokens > offer.tokens:
-            raise TransferRefused(
-                f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, but "
-                f"{self.spec.name} offers "
-                f"{offer.tokens}"
-            )
-        moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
-        immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        batch = TransferBatch(self.engine, session.peer, offer.changed, self._traffic)
-        return Push(offer, moves, batch, rows, fetch.tokens, immediates)
+    def push(self, peer: aiote.Peer, fetch: PushRequest) -> Push:
+        """Write a request's pages as they are computed. Raises NoSessionError."""
+        return Push(self._offers, self._session(peer, fetch.session), fetch)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         """Keep a request's pages from the time they are computed until the decode rank has read them."""

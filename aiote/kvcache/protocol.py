@@ -23,9 +23,8 @@ stream that ends with `TransferRefused` was ended by the rank, not by the caller
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
@@ -36,6 +35,7 @@ from numpy.typing import NDArray
 import aiote
 
 from .. import service
+from ..service.definition import DirectCall
 from .mapping import MOST_PIECES, MappingError, PageRow
 from .tensors import MAX_GROUPS, MAX_MEMORIES, MAX_TENSORS, CacheSpec
 
@@ -110,22 +110,11 @@ class PrefillRank(Protocol):
 
     def describe(self) -> CacheSpec: ...
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened: ...
-    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None: ...
+    def push(self, peer: aiote.Peer, fetch: PushRequest) -> DirectCall: ...
     def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]: ...
     def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]: ...
     def renew(self, requests: list[str]) -> None: ...
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool: ...
-
-
-class Until(AsyncIterator[None]):
-    """A stream without items that ends when `work` has ended."""
-
-    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
-        self._work = work
-
-    async def __anext__(self) -> None:
-        await self._work()
-        raise StopAsyncIteration
 
 
 class Transfers(service.Service):
@@ -148,10 +137,10 @@ class Transfers(service.Service):
         """Open a session; the i-th layer of the part counts on the immediate `imm + immediates[i]` of a request."""
         return await self._rank.open(service.current_call().peer, part, immediates, memories)
 
-    @service.method(raises=[MappingError, TransferRefused, NoSessionError])
-    async def push(self, fetch: PushRequest) -> AsyncIterator[None]:
+    @service.method(raises=[MappingError, TransferRefused, NoSessionError], direct=True)
+    def push(self, fetch: PushRequest) -> AsyncIterator[None]:
         """Write a request's pages to the caller; the stream ends when all are written."""
-        return Until(partial(self._rank.push, service.current_call().peer, fetch))
+        return self._rank.push(service.current_call().peer, fetch)
 
     @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def pull(self, session: Number, request: Name) -> AsyncIterator[Pinned]:
@@ -182,7 +171,7 @@ def rows_of(rows: dict[int, SentPageRow]) -> dict[int, PageRow]:
     """Return the page rows of a received message. Raises UsageError for anything that is not a row, and for more pages
     than the pieces that a layer may have.
     """
-    if (pages := sum(row.pages.size for row in rows.values())) > MOST_PIECES:
+    if (pages := sum([row.pages.size for row in rows.values()])) > MOST_PIECES:
         raise aiote.UsageError(f"a request with {pages} pages: expected at most {MOST_PIECES}")
     return {group: PageRow(row.pages, row.start) for group, row in rows.items()}
 

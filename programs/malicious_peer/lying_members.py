@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
 import aiote
+from aiote.aio import current_loop
 from aiote.kvcache.protocol import Opened, Pinned, PushRequest, SentPageRow, TransferRefused
 from aiote.kvcache.tensors import CacheSpec
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup
 from aiote.moe.joining import MoeService, service_of
 from aiote.moe.wire import SLOTS
 from aiote.service import client
+from aiote.service.definition import DirectCall
 from drawn_values import DrawnValues
 from support.moe.ranks import Tokens, all_of, compute, reference
 from victim import PATIENCE_S, Broken
@@ -29,6 +31,34 @@ async def late(rng: random.Random) -> None:
     """Come later than others."""
     for _ in range(rng.randrange(LATE)):
         await anyio.sleep(0)
+
+
+class LyingPush(DirectCall):
+    """A push that does what `body` does, in a task."""
+
+    def __init__(self, body: Callable[[], Awaitable[None]]) -> None:
+        self._body, self._ended = body, False
+
+    def begin(self, end: Callable[[Exception | None], None]) -> None:
+        self._end = end
+        self._task = current_loop().spawn(self._run, name="lying push")
+
+    async def _run(self) -> None:
+        try:
+            await self._body()
+        except Exception as error:
+            self._over(error)
+        else:
+            self._over(None)
+
+    def _over(self, error: Exception | None) -> None:
+        if not self._ended:
+            self._ended = True
+            self._end(error)
+
+    def cancel(self) -> None:
+        self._task.cancel()
+        self._over(None)
 
 
 class LyingPrefill:
@@ -46,10 +76,13 @@ class LyingPrefill:
         await self._lie("open")
         return Opened(DrawnValues(self.rng).number((1 << 40) - 1), [])
 
-    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None:
-        for _ in range(self.rng.randrange(4)):
-            await self.engine.write_imm(None, peer, (fetch.imm + self.rng.randrange(8)) % (1 << 28))
-        await self._lie("push")
+    def push(self, peer: aiote.Peer, fetch: PushRequest) -> DirectCall:
+        async def lie() -> None:
+            for _ in range(self.rng.randrange(4)):
+                await self.engine.write_imm(None, peer, (fetch.imm + self.rng.randrange(8)) % (1 << 28))
+            await self._lie("push")
+
+        return LyingPush(lie)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         await self._lie("pull")

@@ -13,12 +13,12 @@ import anyio.from_thread
 import numpy as np
 import pytest
 
+import aiote
 from aiote.connectors.vllm import layers as layers_module
 from aiote.connectors.vllm.prompts import BlockRow, Computing, LayerSteps, PromptTable
 from aiote.connectors.vllm.requests import Offered, RequestTable, Steps, Wanted
 from aiote.connectors.vllm.transfers import EndedRequests, RankTransfers
-from aiote.kvcache import Cache, Consumer, PageRow, Reception, TransferRefused
-from aiote.kvcache import producer as producer_module
+from aiote.kvcache import Cache, Consumer, PageRow, Reception, TransferRefused, moving, pushing
 from aiote.kvcache.moving import TransferBatch
 from support.engines.opening import PATIENCE_S, opened
 from support.service.bridges import aside
@@ -304,15 +304,16 @@ class StuckBatch(TransferBatch):
     async def room(self) -> None:
         await anyio.sleep_forever()
 
-    def submit(self, *arguments: Any, **more: Any) -> None:
+    def submit(self, *arguments: Any, **more: Any) -> aiote.Transfer:
         self.begun += 1
-        super().submit(*arguments, **more)
+        return super().submit(*arguments, **more)
 
 
 @pytest.mark.parametrize("how", ["preempted", "aborted"])
 def test_blocks_are_free_although_a_reader_takes_no_more(portal, monkeypatch, how):
     """Between two layers: the first has moved, and the second finds no room."""
-    monkeypatch.setattr(producer_module, "TransferBatch", StuckBatch)
+    monkeypatch.setattr(pushing, "TransferBatch", StuckBatch)
+    monkeypatch.setattr(moving, "MOST_AT_ONCE", 3)  # pieces, as one layer has
     monkeypatch.setattr(layers_module, "SUSPEND_S", 0)
     with pair(portal) as (made, outcome, arrived_layers):
         made.here[:, [5, 7, 2]] = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -14,6 +14,7 @@ from aiote import service
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.protocol import Opened, Pinned, PushRequest, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import CacheSpec
+from aiote.service.definition import DirectCall
 from support.engines.false_descriptors import WRONG, claimed
 from support.engines.opening import opened
 from support.kv.caches import Model, Side, built, fill
@@ -23,6 +24,21 @@ MODEL = Model(layers=3, item=64, state=5)
 TOKENS, STALL_S = 19, 4
 
 pytestmark = pytest.mark.virtual_time
+
+
+class Answer(DirectCall):
+    """A push that ends at once, or when it is cancelled."""
+
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
+
+    def begin(self, end: Callable[[Exception | None], None]) -> None:
+        self.end = end
+        if not self.silent:
+            end(None)
+
+    def cancel(self) -> None:
+        self.end(None)
 
 
 class Liar:
@@ -42,8 +58,8 @@ class Liar:
         await self.nothing("open")
         return Opened(1, self.memories)
 
-    async def push(self, peer: aiote.Peer, fetch: PushRequest) -> None:
-        await self.nothing("push")
+    def push(self, peer: aiote.Peer, fetch: PushRequest) -> DirectCall:
+        return Answer(self.silent == "push")
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         await self.nothing("pull")

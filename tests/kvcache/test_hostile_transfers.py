@@ -15,7 +15,7 @@ import pytest
 import aiote
 from aiote import service
 from aiote.aio import current_loop
-from aiote.kvcache import producer, protocol
+from aiote.kvcache import moving, producer, protocol
 from aiote.kvcache.mapping import MappingError
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import MOST_SESSIONS
@@ -289,9 +289,10 @@ async def test_a_reader_that_takes_no_writes_keeps_no_pages(monkeypatch, after):
     """Its engine lives and says so; for more than the first few writes there is no room."""
     begun_writes = []
     submit = TransferBatch.submit
+    monkeypatch.setattr(moving, "MOST_AT_ONCE", 1)
     monkeypatch.setattr(TransferBatch, "has_room", property(lambda _: len(begun_writes) < after))
     monkeypatch.setattr(TransferBatch, "room", lambda _: anyio.sleep_forever())
-    monkeypatch.setattr(TransferBatch, "submit", lambda *call: (begun_writes.append(call), submit(*call)))
+    monkeypatch.setattr(TransferBatch, "submit", lambda *call: (begun_writes.append(call), submit(*call))[1])
     async with lying(match_timeout=7, renewal_limit=30) as liar, anyio.create_task_group() as group:
         here, _ = liar.world.rows(TOKENS)
         begun = anyio.current_time()

@@ -7,8 +7,9 @@ from collections import Counter
 import anyio
 import pytest
 
+import aiote
 from aiote.aio import current_loop
-from aiote.kvcache import moving, producer
+from aiote.kvcache import moving, pushing
 from aiote.kvcache.moving import TransferBatch
 from aiote.kvcache.producer import Producer
 from support.kv.caches import Side, expected, fill, same
@@ -63,7 +64,7 @@ async def test_a_layer_of_many_pieces_leaves_the_loop_its_turns(monkeypatch, rea
     """The peer's layout decides how many pieces a layer has, so they are computed and submitted some at a time."""
     monkeypatch.setattr(moving, "MOST_AT_ONCE", 3)
     monkeypatch.setattr(moving, "MOST_KEPT", 4)
-    monkeypatch.setattr(producer, "FEW_PAGES", 0)
+    monkeypatch.setattr(pushing, "FEW_PAGES", 0)
     submitted, turn = Counter[tuple[TransferBatch, int]](), 0
     submit = TransferBatch.submit
 
@@ -71,10 +72,10 @@ async def test_a_layer_of_many_pieces_leaves_the_loop_its_turns(monkeypatch, rea
         nonlocal turn
         turn += 1
 
-    def counted(self, start, source, target, *arguments, **more) -> None:
+    def counted(self, pieces, *arguments, **more) -> aiote.Transfer:
         current_loop().call_soon(end_turn)
         submitted[self, turn] += 1
-        submit(self, start, source, target, *arguments, **more)
+        return submit(self, pieces, *arguments, **more)
 
     monkeypatch.setattr(TransferBatch, "submit", counted)
     tokens = 20

@@ -136,12 +136,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[aiote.Transfer]:
     found: list[aiote.Transfer] = []
     submit = TransferBatch.submit
 
-    def noted(self: TransferBatch, start: Callable[..., aiote.Transfer], *arguments: Any) -> None:
+    def noted(
+        self: TransferBatch, pieces: int, start: Callable[..., aiote.Transfer], *arguments: Any
+    ) -> aiote.Transfer:
         def run(*arguments: Any) -> aiote.Transfer:
             found.append(start(*arguments))
             return found[-1]
 
-        submit(self, run, *arguments)
+        return submit(self, pieces, run, *arguments)
 
     monkeypatch.setattr(TransferBatch, "submit", noted)
     return found

@@ -67,7 +67,7 @@ async def test_a_producer_counts_what_it_has_written():
                 group.start_soon(decode, w, w.consumers[0], name, TOKENS, there, False)
         written = w.producers[0].written
         assert written.bytes == 2 * MODEL.layers * (20 * MODEL.heads * 2 * MODEL.item + MODEL.state)
-        assert written.transfers >= 2 * MODEL.layers
+        assert written.transfers >= 2
         assert 0 < written.busy_s < 1
         assert w.producers[0].offers == 0
 
