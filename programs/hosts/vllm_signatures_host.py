@@ -1,7 +1,6 @@
-"""The KV connector against vLLM's interface: the version that is installed, and 0.33.0 by its Python files alone.
+"""The KV connector against vLLM's interface: the version that is installed, and a newer one by its Python files alone.
 
-The latter come out of the official wheel (336 MB, for CUDA, never installed), where somebody has put it:
-`pip download --no-deps vllm==0.33.0 -d build/hosts`.
+The latter come out of the official wheel (for CUDA, never installed), which `make test-connectors` fetches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NEWER = {"supports_sleep_mode"}
 Read = Callable[[str], str]
 
 
-@pytest.fixture(params=["installed", "0.33.0"])
+@pytest.fixture(params=["installed", "newer"])
 def read(request: pytest.FixtureRequest) -> Read:
     """Return what reads a file of a version of vLLM."""
     if request.param == "installed":
@@ -31,9 +30,9 @@ def read(request: pytest.FixtureRequest) -> Read:
         assert found.origin is not None
         folder = Path(found.origin).parents[1]
         return lambda name: (folder / name).read_text()
-    wheels = sorted((ROOT / "build" / "hosts").glob(f"vllm-{request.param}-*.whl"))
-    if not wheels:
-        pytest.skip(f"no wheel of vLLM {request.param} in build/hosts")
+    wanted = (Path(__file__).parent / "vllm_newer.txt").read_text().split()[-1].replace("==", "-")
+    wheels = sorted((ROOT / "build" / "hosts").glob(f"{wanted}-*.whl"))
+    assert wheels, f"no wheel of {wanted} in build/hosts: run make test-connectors"
     archive = zipfile.ZipFile(wheels[0])
     return lambda name: archive.read(name).decode()
 
