@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import anyio
 import ml_dtypes  # noqa: F401 - what targets' arrays are made of
@@ -14,7 +13,7 @@ import pytest
 
 import aiote
 from aiote.weights import Controller, serve_target
-from aiote.weights.convert import cast, dtype_of, quantize
+from aiote.weights.convert import dtype_of
 from support.engines.opening import PATIENCE_S, opened
 from support.machine import LONG
 from support.process.modules import command
@@ -81,19 +80,5 @@ async def updated(process: Process, way: str, rows: int, engine: aiote.Engine, o
             if rows == sources.ROWS:
                 assert process.memory()[1] - before <= 1.1 * sources.LIMIT
     for name, values in sources.tensors(rows):
-        for target, expected in wanted(way, name, values).items():
+        for target, expected in sources.wanted(way, name, values).items():
             assert np.array_equal(arrays[target].reshape(-1).view(np.uint8), expected), target
-
-
-def wanted(way: str, name: str, values: Any) -> dict[str, Any]:
-    """Return what a target must have of a tensor, as bytes."""
-    if way == "transposed":
-        return {name: np.ascontiguousarray(values.T).reshape(-1).view(np.uint8)}
-    here = values.reshape(-1).view(np.uint8)
-    made, scales = np.zeros(values.size, np.uint8), np.zeros(-(-values.size // 128 // 128) * 4, np.uint8)
-    if way == "cast":
-        made = np.zeros(values.size * 2, np.uint8)
-        cast(here, "F32", made, "BF16")
-        return {name: made}
-    quantize(here, "F32", values.shape, (128, 128), (made, "F8_E4M3"), (scales, "F32"))
-    return {name: made, f"{name}.s": scales}

@@ -18,6 +18,7 @@ import ml_dtypes  # noqa: F401 - so that it is not imported while memory is meas
 import numpy as np
 
 from aiote.weights import Expression, Layout, Quantized, Recipe, Replicate, quantized, serve_source, source
+from aiote.weights.convert import cast, quantize
 from support.engines.opening import opened
 from support.machine import LONG
 
@@ -53,6 +54,20 @@ def tensors(rows: int) -> Iterator[tuple[str, Any]]:
         yield name, (np.arange(rows * COLUMNS, dtype=np.float32) % (8191 - number)).reshape(rows, COLUMNS)
 
 
+def wanted(way: str, name: str, values: Any) -> dict[str, Any]:
+    """Return what a target must have of a tensor, as bytes."""
+    if way == "transposed":
+        return {name: np.ascontiguousarray(values.T).reshape(-1).view(np.uint8)}
+    here = values.reshape(-1).view(np.uint8)
+    made, scales = np.zeros(values.size, np.uint8), np.zeros(-(-values.size // 128 // 128) * 4, np.uint8)
+    if way == "cast":
+        made = np.zeros(values.size * 2, np.uint8)
+        cast(here, "F32", made, "BF16")
+        return {name: made}
+    quantize(here, "F32", values.shape, (128, 128), (made, "F8_E4M3"), (scales, "F32"))
+    return {name: made, f"{name}.s": scales}
+
+
 def resident(what: str) -> int:
     """Return VmRSS or VmHWM, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -63,7 +78,8 @@ async def main(provider: str, way: str) -> None:
     async with opened(provider) as engine:
         for rows in (FEW_ROWS, ROWS):
             layout, _, recipe = layouts(way, rows)
-            async with serve_source(engine, layout, 0, dict(tensors(rows)), recipe, staging_bytes=LIMIT):
+            arrays = dict(tensors(rows))
+            async with serve_source(engine, layout, 0, arrays, recipe, staging_bytes=LIMIT, controllers="first"):
                 print(engine.address, flush=True)
                 while await anyio.to_thread.run_sync(sys.stdin.readline) and rows == ROWS:
                     print(resident("VmRSS"), resident("VmHWM"), flush=True)
