@@ -30,6 +30,12 @@ from support.engines.opening import linked, opened, pair, served_on, until
 from support.rails.shared_memory import SIZE, descriptors, mappings
 
 
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """Let go of what other tests of this process have left to the collector."""
+    gc.collect()
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("provider", ["local", "socket"])
 async def test_both_sides_see_the_stores_of_the_other(provider):

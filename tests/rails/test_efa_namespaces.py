@@ -78,7 +78,6 @@ def test_the_demo_generates_the_same_tokens_over_two_hosts(tmp_path: Path, setti
 def test_experts_on_two_hosts_go_on_when_one_of_four_ranks_is_killed(tmp_path: Path, settings: dict[str, str]) -> None:
     said = shown(tmp_path, settings, "moe", "--tokens", "8", "--layers", "2", "--plain")
     assert "four ranks again: 32 tokens and all bits" in said
-    assert left(tmp_path) == 1  # the killed rank's
 
 
 def test_weights_come_from_a_source_on_another_host(tmp_path: Path, settings: dict[str, str]) -> None:
