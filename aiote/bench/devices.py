@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiote.bench.sides import BenchError
 from aiote.config import VerbsConfig
 from aiote.errors import AioteError
-from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, read_ports
+from aiote.machine.ports import Gid, Port, choose_gid, choose_ports, read_ports
 
 __all__ = ["ports_of"]
 

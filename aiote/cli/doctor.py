@@ -12,8 +12,8 @@ import typer
 
 import aiote
 from aiote.cli.trial import Trial, tried
-from aiote.rails.diagnosis import Facts, Finding, examine, gather
-from aiote.rails.facts import OF_THE_MACHINE, with_efa
+from aiote.diagnosis.facts import OF_THE_MACHINE, with_efa
+from aiote.diagnosis.findings import Facts, Finding, examine, gather
 
 __all__ = ["as_dict", "command", "lines"]
 

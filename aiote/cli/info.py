@@ -20,13 +20,13 @@ from rich.text import Text
 from rich.tree import Tree
 
 import aiote
-from aiote.rails.host_addresses import addresses
+from aiote.machine.addresses import addresses
+from aiote.machine.sysfs import read_topology
+from aiote.machine.topology import Gpu, Nic, Place, Topology, nearest
 from aiote.rails.libfabric import offered_nics
 from aiote.rails.library import library_summary, load
 from aiote.rails.local import LOCAL
 from aiote.rails.sockets import SOCKET
-from aiote.rails.sysfs import read_topology
-from aiote.rails.topology import Gpu, Nic, Place, Topology, nearest
 
 __all__ = ["Machine", "as_dict", "command", "likely_providers", "picture"]
 

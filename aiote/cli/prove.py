@@ -23,8 +23,8 @@ from aiote.cli import prove_link, prove_listen, prove_suites, prove_wire
 from aiote.cli.prove_report import Outcome, Report, boot, machine, now
 from aiote.cli.prove_run import PULLED, Run, Subject, far_machine, parts
 from aiote.cli.prove_wire import FarLost, FarRefused
+from aiote.machine.ports import read_ports
 from aiote.rails.libfabric import efa_state
-from aiote.rails.ports import read_ports
 from aiote.testing.contract import HostMemory, gpu_memory
 
 __all__ = ["command", "prove"]

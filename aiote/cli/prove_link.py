@@ -19,9 +19,9 @@ from pathlib import Path
 import anyio
 
 import aiote
+from aiote.machine.addresses import addresses, node_of
+from aiote.machine.ports import choose_ports, read_ports
 from aiote.rails.contract import traits_of
-from aiote.rails.host_addresses import addresses, node_of
-from aiote.rails.ports import choose_ports, read_ports
 from aiote.testing.contract import EnginePair, NotHere, RailPull
 
 __all__ = ["interface_of", "link_down", "to_pull"]

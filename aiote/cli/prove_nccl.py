@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from aiote.cli import prove_suites
 from aiote.cli.prove_report import Outcome
-from aiote.rails.ports import choose_ports, read_ports
+from aiote.machine.ports import choose_ports, read_ports
 
 if TYPE_CHECKING:
     from aiote.cli.prove_run import Run, Subject

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import aiote
 from aiote.cli.prove_private import hidden_setting, names_here, private
 from aiote.config import variables_set
-from aiote.rails.diagnosis import examine, gather
-from aiote.rails.facts import with_efa
+from aiote.diagnosis.facts import with_efa
+from aiote.diagnosis.findings import examine, gather
 from aiote.rails.library import library_summary
 
 __all__ = ["FORMAT", "Outcome", "Report", "Status", "boot", "machine", "now"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from aiote_native.provider import NativeDevice, NativeEndpoint
 
 if TYPE_CHECKING:
-    from .topology import Place
+    from ..machine.topology import Place
 
 __all__ = ["NEVER_RUN", "PROVEN", "TRAITS", "Rail", "RailInfo", "Traits", "is_proven", "traits_of"]
 

@@ -13,14 +13,14 @@ from aiote_native.libfabric.endpoint import LibfabricEndpoint
 from aiote_native.status import StatusError
 
 from ..errors import AioteError, FabricError, UsageError
+from ..machine.addresses import nearest, node_of, unknown
 from .contract import RailInfo, Traits, traits_of
-from .host_addresses import nearest, node_of, unknown
 from .library import FoundLibrary, load
 from .shortage import require_descriptors, require_memory, require_shared_memory
 from .stale_files import mark
 
 if TYPE_CHECKING:
-    from .topology import Nic, Place
+    from ..machine.topology import Nic, Place
 
 __all__ = [
     "LibfabricRail",
@@ -78,13 +78,13 @@ class LibfabricRail:
         if self.traits.host_only:
             return None
         # A local import keeps `import aiote` fast.
-        from .sysfs import read_nic
+        from ..machine.sysfs import read_nic
 
         return read_nic(self.name)
 
     @property
     def place(self) -> Place:
-        from .topology import Place
+        from ..machine.topology import Place
 
         return self.nic.place if self.nic is not None else Place()
 

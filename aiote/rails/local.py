@@ -10,11 +10,11 @@ from aiote_native.streams.memory import StreamDevice
 from aiote_native.streams.rings import RingEndpoint
 
 from ..errors import FabricError
+from ..machine.addresses import unknown
 from .contract import RailInfo, Traits, traits_of
-from .host_addresses import unknown
 
 if TYPE_CHECKING:
-    from .topology import Place
+    from ..machine.topology import Place
 
 __all__ = ["LOCAL", "LocalRail", "choose_local", "may_make_rings"]
 
@@ -46,7 +46,7 @@ class LocalRail:
 
     @property
     def place(self) -> Place:
-        from .topology import Place
+        from ..machine.topology import Place
 
         return Place()
 

@@ -249,8 +249,8 @@ class RailSet:
         places = [rail.place for rail in self.rails]
         if len({place.numa_node for place in places}) > 1:
             # Only if the rails are on different nodes, because asking for the memory's node takes a system call.
-            from .numa import memory_node
-            from .topology import Place, preference
+            from ..machine.numa import memory_node
+            from ..machine.topology import Place, preference
 
             memory.rank(preference(Place(memory_node(memory.address, memory.length)), places))
 

@@ -17,7 +17,7 @@ from .sim import network
 from .sockets import SOCKET, SocketRail, choose_sockets
 
 if TYPE_CHECKING:
-    from .ports import Port
+    from ..machine.ports import Port
 
 __all__ = ["RailRequest", "open_rails"]
 
@@ -108,7 +108,7 @@ def _hardware(names: tuple[str, ...] | None) -> tuple[Port, ...]:
     """Return the ports of hardware RDMA devices if they have every requested name, else an empty tuple."""
     if not os.path.isdir("/sys/class/infiniband"):
         return ()
-    from .ports import choose_ports, hardware, read_ports
+    from ..machine.ports import choose_ports, hardware, read_ports
 
     ports = hardware(read_ports())
     try:
@@ -120,7 +120,7 @@ def _hardware(names: tuple[str, ...] | None) -> tuple[Port, ...]:
 def _open_ports(request: RailRequest, rails: list[Rail]) -> None:
     """Open ports of RDMA devices. With "auto" only hardware ports are candidates, otherwise all ports."""
     # A local import, because only these rails need libibverbs, and because it keeps `import aiote` fast.
-    from .ports import choose_gid, choose_ports, read_ports
+    from ..machine.ports import choose_gid, choose_ports, read_ports
     from .verbs import VerbsRail, load_verbs
 
     ports = _hardware(request.names) if request.provider == AUTO else read_ports()

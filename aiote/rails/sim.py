@@ -22,7 +22,7 @@ from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits
 
 if TYPE_CHECKING:
-    from .topology import Place
+    from ..machine.topology import Place
 
 __all__ = ["SimNetwork", "SimNic", "SimRail", "World", "current_network", "network", "sim_identity"]
 
@@ -128,7 +128,7 @@ class SimRail:
 
     @property
     def place(self) -> Place:
-        from .topology import Place
+        from ..machine.topology import Place
 
         return Place()
 

@@ -10,11 +10,11 @@ from aiote_native.streams.memory import StreamDevice
 from aiote_native.streams.sockets import SocketEndpoint
 
 from ..errors import FabricError, UsageError
+from ..machine.addresses import addresses, in_order, nearest, node_of
 from .contract import RailInfo, Traits, traits_of
-from .host_addresses import addresses, in_order, nearest, node_of
 
 if TYPE_CHECKING:
-    from .topology import Nic, Place
+    from ..machine.topology import Nic, Place
 
 __all__ = ["SOCKET", "SocketRail", "choose_sockets"]
 
@@ -44,13 +44,13 @@ class SocketRail:
     def nic(self) -> Nic | None:
         """The NIC as sysfs describes it, read once when it is first needed; None if sysfs has no NIC of that name."""
         # A local import keeps `import aiote` fast.
-        from .sysfs import read_nic
+        from ..machine.sysfs import read_nic
 
         return read_nic(self.name)
 
     @property
     def place(self) -> Place:
-        from .topology import Place
+        from ..machine.topology import Place
 
         return self.nic.place if self.nic is not None else Place()
 

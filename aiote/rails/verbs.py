@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from aiote_native.status import StatusError
 from aiote_native.verbs.nic import VerbsDevice
 from aiote_native.verbs.queuepairs import VerbsEndpoint
-from aiote_native.verbs.symbols import load
+from aiote_native.verbs.symbols import load as load_libibverbs
 
 from ..errors import FabricError
+from ..machine.ports import Gid, Port
 from .contract import RailInfo, Traits
 from .libfabric import fabric_error
-from .ports import Gid, Port
 
 if TYPE_CHECKING:
-    from .topology import Nic, Place
+    from ..machine.topology import Nic, Place
 
-__all__ = ["VerbsRail", "load_verbs"]
+__all__ = ["VerbsRail", "load_libibverbs", "load_verbs"]
 
 WIRES = {0: "verbs/infiniband", 1: "verbs/roce1", 2: "verbs/roce2"}
 
@@ -28,7 +28,7 @@ WIRES = {0: "verbs/infiniband", 1: "verbs/roce1", 2: "verbs/roce2"}
 def load_verbs() -> None:
     """Open libibverbs. Raises FabricError that says what to install."""
     try:
-        load()
+        load_libibverbs()
     except ImportError as error:
         raise FabricError(
             errno.ENOENT,
@@ -58,13 +58,13 @@ class VerbsRail:
     def nic(self) -> Nic | None:
         """The device as sysfs describes it, read once when first needed; None if sysfs has no device of that name."""
         # A local import keeps `import aiote` fast.
-        from .sysfs import read_nic
+        from ..machine.sysfs import read_nic
 
         return read_nic(self.port.device)
 
     @property
     def place(self) -> Place:
-        from .topology import Place
+        from ..machine.topology import Place
 
         return self.nic.place if self.nic is not None else Place()
 

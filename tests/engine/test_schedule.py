@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.rails import RailSet, numa
-from aiote.rails.topology import Place
+from aiote.machine import numa
+from aiote.machine.topology import Place
+from aiote.rails import RailSet
 from aiote.testing import EFA_200G, Fabric, run
 from support.engines.opening import PATIENCE_S, across, fabric, linked, until
 

@@ -41,6 +41,7 @@ ORDER = (
     ("aiote_native",),
     ("aiote.errors", "aiote.core", *PURE[1:]),
     ("aiote.observe",),
+    ("aiote.machine",),
     ("aiote.rails",),
     ("aiote.aio",),
     ("aiote.config",),
@@ -63,7 +64,7 @@ ORDER = (
     ("aiote.connectors.broadcast",),
     ("aiote.connectors.host",),
     ("aiote.connectors",),
-    ("aiote.plan",),
+    ("aiote.diagnosis", "aiote.plan"),
     ("aiote.demo",),
     ("aiote.cli", "aiote.bench", "aiote.__main__"),
 )

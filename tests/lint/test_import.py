@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-LAZY = {"aiote.rails.topology", "aiote.rails.sysfs", "aiote.rails.numa", "aiote.rails.diagnosis", "ctypes"}
+LAZY = {"aiote.machine.topology", "aiote.machine.sysfs", "aiote.machine.numa", "aiote.diagnosis.findings", "ctypes"}
 OPTIONAL = {"torch", "cupy", "trio", "uvloop", "typer", "rich", "safetensors", "httpx"}
 
 
@@ -50,4 +50,4 @@ def test_an_interpreter_without_a_gil_is_refused():
 
 def test_modules_that_an_import_loads_are_found():
     assert "rich" in imported_by("import rich")
-    assert imported_modules("import aiote.rails.sysfs, aiote.rails.numa, aiote.rails.diagnosis") >= LAZY
+    assert imported_modules("import aiote.machine.sysfs, aiote.machine.numa, aiote.diagnosis.findings") >= LAZY

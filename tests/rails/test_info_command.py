@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from aiote.cli.info import SOFTWARE_SHOWN, Machine, as_dict, likely_providers, picture
-from aiote.rails.sysfs import read_topology
-from aiote.rails.topology import Nic, Topology
+from aiote.machine.sysfs import read_topology
+from aiote.machine.topology import Nic, Topology
 from support.rails import sysfs_trees
 
 SECTIONS = {"aiote", "python", "libfabric", "sysfs", "rails_from", "nodes", "gpus", "nics", "shm", "local"}

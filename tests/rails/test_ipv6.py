@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from aiote import UsageError
-from aiote.rails import host_addresses
-from aiote.rails.host_addresses import addresses, in_order, nearest
+from aiote.machine import addresses as host_addresses
+from aiote.machine.addresses import addresses, in_order, nearest
 from aiote_native.streams.sockets import parse
 from support.engines.opening import PATIENCE_S
 from support.network.namespaces import ENVIRONMENT, Network

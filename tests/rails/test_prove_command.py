@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from aiote.cli import prove_raw, prove_run, prove_suites
 from aiote.cli.app import app
 from aiote.cli.prove_report import Outcome, Report, now
-from aiote.rails.ports import read_ports
+from aiote.machine.ports import read_ports
 from aiote.testing import Fabric
 from aiote.testing.contract import CHECKS, Broken, Check, EnginePair, FarSide, HostMemory, RailPull, adversity
 from support.machine import LONG

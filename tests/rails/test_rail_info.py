@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiote.rails import sysfs
-from aiote.rails.topology import Nic, Place
+from aiote.machine import sysfs
+from aiote.machine.topology import Nic, Place
 from support.rails.rail_pair import Rails
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.rails.ports import read_ports
+from aiote.machine.ports import read_ports
 from aiote.testing import Fabric
 from support.gpu.standin_cuda import adopted, driver, paced, standin_path
 from support.machine import SLOWER

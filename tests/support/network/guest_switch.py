@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import aiote
-from aiote.rails.ports import read_ports
+from aiote.machine.ports import read_ports
 from support.engines.opening import LOST_SOON, PATIENCE_S
 
 SOONER = {"heartbeat_interval": 0.5, "heartbeat_timeout": 3.0}

@@ -1,7 +1,7 @@
 """Findings about what a machine lacks for RDMA and for aiote, each with the command that mends it.
 
-`aiote.rails.facts` reads the facts; this module judges them and reads nothing. An unknown fact (None, an empty name)
-yields no finding, so that the same code examines a recorded tree and a live machine.
+`aiote.diagnosis.facts` reads the facts; this module judges them and reads nothing. An unknown fact (None, an empty
+name) yields no finding, so that the same code examines a recorded tree and a live machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .contract import NEVER_RUN
+from ..rails.contract import NEVER_RUN
 from .facts import Facts, PortFacts, RdmaDevice, gather
 
 __all__ = ["Facts", "Finding", "examine", "gather"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.rails.topology import Distance, Nic, Place, distance, nearest, preference
+from aiote.machine.topology import Distance, Nic, Place, distance, nearest, preference
 
 # Root complex, root port, upper port, lower port of a switch, and a switch below that.
 SWITCH = ("pci0000:15", "0000:15:01.0", "0000:16:00.0")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aiote.diagnosis import facts as module
+from aiote.diagnosis.facts import Facts, GidFacts, Limit, Net, gather, node_state
+from aiote.diagnosis.findings import examine
 from aiote.errors import FabricError
-from aiote.rails import facts as module
-from aiote.rails.diagnosis import examine
-from aiote.rails.facts import Facts, GidFacts, Limit, Net, gather, node_state
 from support.rails import sysfs_trees
 from support.rails.sysfs_trees import Entry
 

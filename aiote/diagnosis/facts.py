@@ -15,15 +15,14 @@ import resource
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aiote_native.verbs.symbols import load as load_libibverbs
-
 from ..errors import FabricError
-from .library import EFA_PATHS, find_libfabric
-from .ports import Port, read_ports
-from .stale_files import SHARED_MEMORY
-from .sysfs import read_topology
-from .topology import Nic, Topology
-from .tree import Tree
+from ..machine.ports import Port, read_ports
+from ..machine.sysfs import read_topology
+from ..machine.topology import Nic, Topology
+from ..machine.tree import Tree
+from ..rails.library import EFA_PATHS, find_libfabric
+from ..rails.stale_files import SHARED_MEMORY
+from ..rails.verbs import load_libibverbs
 
 __all__ = [
     "OF_THE_MACHINE",
@@ -181,7 +180,7 @@ def with_efa(facts: Facts) -> Facts:
     if facts.devices and not here:
         # Asked for EFA on a machine that had only NICs of other kinds, libfabric 2.5 crashed in `doctor`.
         return facts
-    from .libfabric import efa_state
+    from ..rails.libfabric import efa_state
 
     names, error = efa_state(facts.library, here=here)
     return replace(facts, efa=names, efa_error=error)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.rails.sysfs import read_nic, read_topology
-from aiote.rails.topology import Distance, Nic, Topology, distance, nearest
-from aiote.rails.tree import MAX_ENTRIES, _numeric_key
+from aiote.machine.sysfs import read_nic, read_topology
+from aiote.machine.topology import Distance, Nic, Topology, distance, nearest
+from aiote.machine.tree import MAX_ENTRIES, _numeric_key
 from support.rails import sysfs_trees
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from aiote.cli.info import Machine, as_dict, picture
-from aiote.rails.sysfs import MAX_SPEED, read_nic, read_topology
-from aiote.rails.topology import Topology, nearest
-from aiote.rails.tree import MAX_NODE
+from aiote.machine.sysfs import MAX_SPEED, read_nic, read_topology
+from aiote.machine.topology import Topology, nearest
+from aiote.machine.tree import MAX_NODE
 from support.rails import sysfs_trees
 from support.rails.sysfs_trees import Entry
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from aiote.cli.doctor import as_dict, lines
 from aiote.cli.trial import PROVIDERS, Trial, tried
+from aiote.diagnosis.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
+from aiote.diagnosis.findings import Finding, examine
 from aiote.rails.contract import NEVER_RUN
-from aiote.rails.diagnosis import Finding, examine
-from aiote.rails.facts import Facts, GidFacts, Limit, Net, PortFacts, RdmaDevice, gather
 from aiote.rails.libfabric import CXI_LACKS
 from support.rails import sysfs_trees
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote import FabricError
-from aiote.rails import ports, selection
+from aiote.machine import ports
+from aiote.machine.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
+from aiote.rails import selection
 from aiote.rails.contract import NEVER_RUN
-from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
 from aiote.rails.rail_set import RailSet
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"

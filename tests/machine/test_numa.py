@@ -8,9 +8,9 @@ import platform
 
 import pytest
 
-from aiote.rails import numa
-from aiote.rails.numa import memory_node
-from aiote.rails.sysfs import read_topology
+from aiote.machine import numa
+from aiote.machine.numa import memory_node
+from aiote.machine.sysfs import read_topology
 
 PAGE = mmap.PAGESIZE
 
