@@ -12,7 +12,7 @@ READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 WITH_TORCH := PYTHONPATH="$(abspath $(VENV))/torch$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: docs docs-links demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors compare-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
+.PHONY: docs docs-links demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors compare-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers scale test-versions test-order pins help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -114,6 +114,10 @@ idle: system  ## measure what an engine with nothing to do costs; ARGS="--second
 peers: system  ## measure one engine with a thousand peers; ARGS="--peers 200 --provider local"
 	@$(READY) run --install
 	$(BIN)/python tools/peers.py $(ARGS)
+
+scale: system  ## measure one engine with ten thousand simulated peers, in 70,000 descriptors; ARGS="peers --count 1000"
+	@$(READY) run --install
+	$(BIN)/python tools/scale.py $(ARGS)
 
 bench: system  ## measure aiote beside plain C, tcp and shm, with every libfabric here; ARGS="write --runs 9"
 	@$(READY) bench --install

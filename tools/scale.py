@@ -1,7 +1,8 @@
 """Measure how an engine grows: with peers and rails in virtual time, with regions and pages over a real rail.
 
-`scale.py peers --count 1000 --rails 2` opens a hub and so many peers on the simulated network, all in this process, so
-a figure is of both ends. `scale.py memory --provider local` needs no network. `tools/peers.py` measures real peers.
+`make scale` opens a hub and ten thousand peers on the simulated network, all in this process, so a figure is of both
+ends; ARGS="peers --count 1000 --rails 2" sets how many. `scale.py memory --provider local` needs no network.
+`tools/peers.py` measures real peers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from aiote.testing import Fabric, run
 
 PAGE = resource.getpagesize()
 SMALL = 64
+DESCRIPTORS = 5, 2
+"""What a simulated engine takes, and what each rail of its connection does, both ends together."""
+OTHER_DESCRIPTORS = 64
 
 
 class Growth:
@@ -61,6 +65,18 @@ async def peers(fabric: Fabric, count: int) -> None:
         grown.show()
 
 
+def allow_descriptors(count: int, rails: int) -> None:
+    """Raise this process's limit to what so many peers take; explain and end if the system does not allow that."""
+    needed = count * (DESCRIPTORS[0] + DESCRIPTORS[1] * rails) + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise SystemExit(
+            f"error: {count} simulated peers take {needed} descriptors, and the limit here is {hard}. Raise it "
+            f"(ulimit -Hn), ask for fewer (--count), or run this in a guest: docs/howto/sizing.md"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+
+
 async def memory(provider: str, regions: int, pages: int) -> None:
     """Register regions of a page, then write so many pages by one request."""
     async with aiote.open_engine(provider) as left, aiote.open_engine(provider) as right:
@@ -85,14 +101,15 @@ async def memory(provider: str, regions: int, pages: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how an engine grows.")
-    parser.add_argument("what", choices=("peers", "memory"))
-    parser.add_argument("--count", type=int, default=1000, help="peers (default: 1000)")
+    parser.add_argument("what", choices=("peers", "memory"), nargs="?", default="peers")
+    parser.add_argument("--count", type=int, default=10_000, help="peers (default: 10000)")
     parser.add_argument("--rails", type=int, default=1, help="of each engine (default: 1)")
     parser.add_argument("--provider", default="local")
     parser.add_argument("--regions", type=int, default=10_000)
     parser.add_argument("--pages", type=int, default=1_000_000)
     given = parser.parse_args()
     if given.what == "peers":
+        allow_descriptors(given.count, given.rails)
         run(lambda fabric: peers(fabric, given.count), rails=given.rails, limit=1e6)
     else:
         anyio.run(memory, given.provider, given.regions, given.pages)
