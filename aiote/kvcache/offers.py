@@ -183,10 +183,6 @@ class Offer(OfferedLayers):
         else:
             self.stop("expired")
 
-    def renew(self) -> None:
-        """Restart the wait of `match_timeout`."""
-        self.signal()
-
     async def __aenter__(self) -> Offer:
         self._loop = current_loop()
         self._offers.enter(self)
@@ -381,7 +377,7 @@ class Offers:
         """Restart `match_timeout` for those of the requests that are offered."""
         for request in requests:
             if request in self._open:
-                self._open[request].renew()
+                self._open[request].signal()
 
     async def match(self, request: str) -> Offer:
         """Wait for the offer of a name and return it. Raises TransferRefused on refusal and after `match_timeout`."""

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiote
 
+from .. import service
 from ..aio import Condition, LoopTask, run_shielded
 from ..observe.wrapping import is_wrapped
 from ..rails import PushedLayers
-from ..service.definition import DirectCall
 from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap
 from .moving import PagedMoves, Rows, SessionMoves, TransferBatch, TransferStatistics, check_rows, check_target
@@ -77,7 +77,7 @@ class DecodeSession:
             del self.asked[request]
 
 
-class Push(DirectCall):
+class Push(service.DirectCall):
     """A reader that this rank writes to: the units of its pages that were submitted, and those that are left."""
 
     def __init__(self, offers: Offers, session: DecodeSession, fetch: PushRequest) -> None:
@@ -232,7 +232,7 @@ class Push(DirectCall):
         self._next = work
         if self._task is None:
             spawn = partial(
-                CallEndpoint.of(self._session.engine).spawn,
+                CallEndpoint.of(self._session.engine).loop.spawn,
                 self._work,
                 name="aiote kvcache: push",
                 after=self._work_ended,

@@ -39,7 +39,7 @@ def wrap_verbs(engine: Any, wrap: Wrap, names: tuple[str, ...] = VERBS) -> Calla
 
 
 def is_wrapped(engine: Any, name: str) -> bool:
-    """Return whether a verb of an engine is wrapped, so that whoever has a shorter way takes the verb all the same."""
+    """Return whether a verb of an engine is wrapped; a caller with a faster path then uses the verb instead."""
     return name in vars(engine)
 
 

@@ -187,10 +187,6 @@ class Caller:
             link = await self.link(method, avoid)
             begun: list[IncomingStream] = []
             interceptors = self.endpoint.client_interceptors + self._interceptors
-            if not interceptors:
-                incoming = IncomingStream(link, method)
-                await begin(incoming, method, bound, wait=self.wait)
-                return incoming
 
             async def proceed() -> None:
                 if begun:
@@ -199,7 +195,10 @@ class Caller:
                 await begin(begun[0], method, bound, wait=self.wait)
 
             try:
-                await run_interceptors(interceptors, CallInfo(method.name, link.peer), proceed)
+                if interceptors:
+                    await run_interceptors(interceptors, CallInfo(method.name, link.peer), proceed)
+                else:
+                    await proceed()
             except BaseException:
                 for incoming in begun:
                     incoming.abandon()

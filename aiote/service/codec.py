@@ -43,7 +43,8 @@ But a body of 64 KiB may hold 10,000 empty arrays, which take tens of millisecon
 LONG_ITEM = 1 << 20
 """The same for the arrays of a stream's item: items are decoded when they arrive, up to 128 in a turn of the loop."""
 MAX_DIMENSIONS = 32
-MOST = 1 << 48
+MAX_LENGTH = 1 << 48
+"""The length of each dimension of an array is below this."""
 DTYPES = {numpy.dtype(code).str: numpy.dtype(numpy.dtype(code).str) for code in "?bBhHiIqQefdgFDG"}
 """The dtypes that may travel, by their texts. Texts from other processes are looked up here and never passed to
 `numpy.dtype`, because it parses a language of its own and some texts crash it.
@@ -82,7 +83,9 @@ def array_of(text: object, shape: object) -> tuple[numpy.dtype[Any], tuple[int, 
         raise ValueError("expected an array's type and shape")
     if text not in DTYPES:
         raise ValueError(f"dtype {text[:20]!r} cannot travel")
-    if len(shape) > MAX_DIMENSIONS or [length for length in shape if type(length) is not int or not 0 <= length < MOST]:
+    if len(shape) > MAX_DIMENSIONS or [
+        length for length in shape if type(length) is not int or not 0 <= length < MAX_LENGTH
+    ]:
         raise ValueError("the shape of an array is invalid")
     dtype = DTYPES[text]
     return dtype, tuple(shape), _extent(dtype, shape)

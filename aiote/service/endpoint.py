@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, ClassVar, Protocol
@@ -135,7 +135,7 @@ class CallEndpoint:
         self.reading = self._direct = self._due = False
         self._unsent: list[FrameSender] = []
         report_services(engine, self)
-        self.spawn(self._listen, name="aiote service: messages")
+        self.loop.spawn(self._listen, name="aiote service: messages")
 
     @classmethod
     def of(cls, engine: aiote.Engine, limits: Limits | None = None) -> CallEndpoint:
@@ -160,16 +160,6 @@ class CallEndpoint:
                 "clients of an engine"
             )
         return found
-
-    def spawn(
-        self,
-        function: Callable[..., Coroutine[Any, Any, None]],
-        *args: Any,
-        name: str,
-        after: Callable[[], object] | None = None,
-    ) -> LoopTask:
-        """Run a coroutine function in a task of the loop's own; `after` is called when the task has ended."""
-        return self.loop.spawn(function, *args, name=name, after=after)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in one of THREADS threads. Cancelling waits for its end."""
@@ -405,7 +395,7 @@ class CallEndpoint:
     def watch_memory(self) -> None:
         """Start the task that gives idle memory back, unless it runs; it ends when no segments are left."""
         if self._sweeper is None:
-            self._sweeper = self.spawn(self._sweep, name="aiote service: give memory back")
+            self._sweeper = self.loop.spawn(self._sweep, name="aiote service: give memory back")
 
     async def _sweep(self) -> None:
         try:
@@ -425,7 +415,7 @@ class CallEndpoint:
         for peer, link in tuple(self._links.items()):
             if peer.lost and not link.lost and not link.ending:
                 link.ending = True
-                self.spawn(self._end, link, name="aiote service: a peer was lost")
+                self.loop.spawn(self._end, link, name="aiote service: a peer was lost")
 
     async def _end(self, link: Link) -> None:
         """Handle the last messages of a lost peer, then end its link."""
@@ -459,7 +449,7 @@ class CallEndpoint:
     def let_go(self, held: SharedRegistration) -> None:
         """Give a registration back; if there is room, it is kept for the next call, otherwise it is closed."""
         for region in self.registrations.let_go(held):
-            self.spawn(region.aclose, name="aiote service: close a registration")
+            self.loop.spawn(region.aclose, name="aiote service: close a registration")
 
     def _close(self) -> None:
         """End all links, because the engine is closed."""

@@ -141,7 +141,7 @@ class Chooser:
                 continue
             places.add((address.host, address.port))
             self._connecting.add(address)
-            self._endpoint.spawn(self._connect, address, method, name="aiote service: connect a member")
+            self._endpoint.loop.spawn(self._connect, address, method, name="aiote service: connect a member")
         self._waiting = left
 
     async def _connect(self, address: aiote.Address, method: str) -> None:

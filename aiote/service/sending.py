@@ -88,7 +88,7 @@ class FrameSender:
             self._sending.append(self._endpoint.engine.submit_send(self._peer, data))
         except aiote.QueueFull:
             self._waiting = True
-            self._endpoint.spawn(self._wait_for_room, name="aiote service: wait for room")
+            self._endpoint.loop.spawn(self._wait_for_room, name="aiote service: wait for room")
             return
         self._endpoint.messages += 1
         self._endpoint.message_bytes += len(data)

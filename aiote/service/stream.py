@@ -123,7 +123,7 @@ class IncomingStream(UnderWay):
     def _decode_next(self) -> None:
         if self._decoding:
             frame, size = next(iter(self._decoding.values()))
-            self.link.endpoint.spawn(self._decode_long, frame, size, name="aiote service: decode an item")
+            self.link.endpoint.loop.spawn(self._decode_long, frame, size, name="aiote service: decode an item")
 
     async def _decode_long(self, frame: Items, size: int) -> None:
         """Decode an item in a thread, and take it in a callback of the loop, as any other item."""

@@ -69,7 +69,7 @@ class Values:
         if self._asking:
             raise ValueError("it asks for memory before its last request was answered")
         self._asking = True
-        self._endpoint.spawn(self._lend_memory, frame.nbytes, name="aiote service: lend memory")
+        self._endpoint.loop.spawn(self._lend_memory, frame.nbytes, name="aiote service: lend memory")
 
     async def _lend_memory(self, nbytes: int) -> None:
         try:
@@ -88,7 +88,7 @@ class Values:
     def on_return(self, frame: Return) -> None:
         """Take lent memory back. Raises KeyError if it is not lent."""
         region = self.lent_memory.returned(frame.number)
-        self._endpoint.spawn(self.lent_memory.take_back, region, name="aiote service: take memory back")
+        self._endpoint.loop.spawn(self.lent_memory.take_back, region, name="aiote service: take memory back")
 
     def sweep(self) -> bool:
         """Return borrowed segments, and close staging segments, that are idle; tell whether other segments remain."""
