@@ -85,17 +85,18 @@ PATIENCE = "-o timeout=3000 -o faulthandler_timeout=3600"
 # What `--check` runs: what opens no engine on a library and needs nothing that is installed beside Python.
 CHECKED = "not (libfabric or needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
 CHECK_FOLDERS = """
-    aio core demo discovery docs engine kvcache links lint malformed_bytes native plugins rails service testing tools
+    aio core demo diagnosis discovery docs engine kvcache links lint machine malformed_bytes native plugins rails
+    service testing tools
 """
 # What of these takes seconds each: it starts processes, or draws many examples.
 CHECK_LEAVES_OUT = """
-    core/test_failover_schedules.py discovery/test_embedded_registry.py engine/test_closing_mid_transfer.py
-    engine/test_departed_peers.py kvcache/test_mapping.py kvcache/test_push_pull_faults.py
-    kvcache/test_push_pull_storm.py links/test_busy_loop.py lint/test_stubs.py native/test_interleavings.py
-    native/test_streams.py plugins/test_combinations.py plugins/test_detectors.py plugins/test_failure_reports.py
-    plugins/test_guest_cases.py rails/test_doctor.py rails/test_info_command.py testing/test_determinism.py
-    testing/test_exploration.py testing/test_page.py testing/test_plugin.py testing/test_rail_faults.py
-    testing/test_scale.py tools/test_guest.py tools/test_land.py tools/test_verdict.py
+    core/test_failover_schedules.py diagnosis/test_doctor.py discovery/test_embedded_registry.py
+    engine/test_closing_mid_transfer.py engine/test_departed_peers.py kvcache/test_mapping.py
+    kvcache/test_push_pull_faults.py kvcache/test_push_pull_storm.py links/test_busy_loop.py lint/test_stubs.py
+    native/test_interleavings.py native/test_streams.py plugins/test_combinations.py plugins/test_detectors.py
+    plugins/test_failure_reports.py plugins/test_guest_cases.py rails/test_info_command.py
+    testing/test_determinism.py testing/test_exploration.py testing/test_page.py testing/test_plugin.py
+    testing/test_rail_faults.py testing/test_scale.py tools/test_guest.py tools/test_land.py tools/test_verdict.py
 """
 
 
