@@ -16,7 +16,7 @@ from support.engines.opening import fabric, until
 from support.kv.caches import Model, Side, expected, fill, same
 from support.kv.worlds import BEFORE, World, decode, world
 
-pytestmark = [pytest.mark.anyio, pytest.mark.virtual_time]
+pytestmark = pytest.mark.virtual_time
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19
@@ -48,11 +48,11 @@ class Submissions:
         monkeypatch.setattr(Offer, "remove_reader", removed)
 
     async def offered(self, w: World, here: Any) -> None:
-        """Offer a request whose layers are computed one after another."""
+        """Offer a request whose other layers are computed once the first is written; else one write may have all."""
         async with w.producers[0].offer("r", tokens=TOKENS, rows=here) as self.offer:
             for layer in range(MODEL.layers):
                 self.offer.computed(layer)
-                await anyio.sleep(0)
+                await until(lambda: self.transfers)
 
 
 def bytes_of(w: World, there: Any) -> int:
