@@ -14,9 +14,9 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
     )
 
 try:
-    import aiote_native.status  # noqa: F401
+    import aiote_native.system.base  # noqa: F401
 except ModuleNotFoundError as _error:
-    if _error.name != "aiote_native.status":
+    if _error.name != "aiote_native.system.base":
         raise
     raise ImportError(
         f"{__path__[0]} is aiote's source, which is not compiled there. Run `make venv`, then a command of .venv/bin "

@@ -102,7 +102,7 @@ def sdist(dist: Path) -> None:
         )
         # Without `site`, whose .pth files would put an editable install before it; what it imports is there by a path.
         paths = f"import sys; sys.path[:0] = [{folder!r}, {sysconfig.get_path('purelib')!r}]"
-        say_version = "import aiote, aiote_native.core as core; print(aiote.__version__, core.__file__)"
+        say_version = "import aiote, aiote_native.engine.core as core; print(aiote.__version__, core.__file__)"
         run(*NO_NETWORK, sys.executable, "-P", "-S", "-c", f"{paths}; {say_version}")
 
 

@@ -129,7 +129,7 @@ class Place:
 def test(place: Place, tests: list[str]) -> int:
     """Run tests on what a place has; return pytest's status."""
     python = place.python()
-    said = "import platform, aiote_native.core as c; print(platform.machine(), platform.python_version(), c.__file__)"
+    said = "import platform as p, aiote_native.engine.core as c; print(p.machine(), p.python_version(), c.__file__)"
     run(python, "-P", "-c", said)
     os.chdir(place.folder / "run")
     every = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern))]

@@ -39,7 +39,12 @@ FOLDERS = (
     "support",
 )
 OF_THE_TREE = ("tests/bench/test_bench_kvcache.py",)  # it runs the tool beside it
-WANTED = ("aiote/py.typed", "aiote/bench/aiote-bench-raw", "aiote_native/core.pyi", "aiote_native/core.pxd")
+WANTED = (
+    "aiote/py.typed",
+    "aiote/bench/aiote-bench-raw",
+    "aiote_native/engine/core.pyi",
+    "aiote_native/engine/core.pxd",
+)
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 UNWANTED = ("__pycache__", "meson.build", ".c")
 

@@ -2,8 +2,8 @@
 
 Adaptive mode: the loop watches the core's one descriptor. When the descriptor is readable or something was submitted,
 the driver does a round, and further rounds as long as the core asks for them; then the loop may sleep. After turns
-without news the core's idle thread makes progress (aiote_native/threads.pyx), and makes the descriptor readable when
-there is news.
+without news the core's idle thread makes progress (aiote_native/engine/core.pyx), and makes the descriptor readable
+when there is news.
 Thread mode: the native thread makes progress and wakes the loop through an eventfd, once for everything that completed
 since the loop last looked.
 """

@@ -1,8 +1,8 @@
 """Read and write from any thread, mostly without the bridge's event loop.
 
-The calling thread posts the transfer and makes progress while it waits (`aiote_native.direct`). The loop is needed only
-in rare cases: to connect, to wait for room, for leases and GPU memory, to cancel and drain a transfer, and to raise the
-error of a failed one.
+The calling thread posts the transfer and makes progress while it waits (`aiote_native.requests.threaded`). The loop is
+needed only in rare cases: to connect, to wait for room, for leases and GPU memory, to cancel and drain a transfer, and
+to raise the error of a failed one.
 """
 
 from __future__ import annotations

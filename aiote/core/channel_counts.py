@@ -1,7 +1,7 @@
 """The report that two engines exchange about a channel which both have shut.
 
 `docs/failover.md` explains the counts, and the conclusions from both sides' reports. The counting is native
-(tallies.pyx, recovery.pyx).
+(counters/table.pyx, channels/failover.pyx).
 """
 
 from __future__ import annotations

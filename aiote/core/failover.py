@@ -42,7 +42,7 @@ Frames for an older generation are ignored. So are `record_failed` for a channel
 else that is not in the table is the peer's violation (FailoverError: lose the peer) or, for `record_shut`, the caller's
 mistake.
 
-This module knows no clock, no random source of its own and no endpoint. The native tables are in `tallies.pyx`.
+This module knows no clock, no random source of its own and no endpoint. The native tables are in `counters/table.pyx`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiote_native.cuda.bulk import copy_bytes
+from aiote_native.cuda.driver import copy_bytes
 
 from ..config import EngineConfig
 from ..errors import FabricError, UsageError

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from aiote_native.cuda.owned import DeviceMemory, Owned, PinnedValue
+from aiote_native.cuda.memory import DeviceMemory, Owned, PinnedValue
 
 from ..config import EngineConfig
 from ..errors import FabricError, UsageError

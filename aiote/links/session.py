@@ -3,8 +3,8 @@
 After authentication both sides send an `EngineOffer`, open an endpoint for each pair of rails and describe it in a
 `Channel`. A side that has joined all its channels sends `Mapped`. A side that has received Mapped runs two rounds of
 progress and sends `Ready`. A side that has received Ready may write. The rounds are for shm: both sides must map it
-before any byte moves (see `greet` in `aiote_native.channels`). The initiator then sends over each channel an empty
-write to the acceptor's scratch memory. This brings up connections that providers make lazily.
+before any byte moves (see `greet` in `aiote_native.channels.peers`). The initiator then sends over each channel an
+empty write to the acceptor's scratch memory. This brings up connections that providers make lazily.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ class Session:
         rail = self._runtime.rail_name(link.failed_rail)
         where = f" on rail {rail}" if rail else ""
         if link.failed == errno.ENOTCONN and rail and self._runtime.rail_set.rails[link.failed_rail].traits.host_only:
-            # The peer has closed its gate in shared memory (gates.pyx). That is visible before its Bye arrives.
+            # The peer has closed its gate in shared memory (engine/gates.pxd). That is visible before its Bye arrives.
             self.link_failed(f"it has closed its end of the data connection{where}")
         else:
             self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")

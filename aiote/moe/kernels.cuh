@@ -1,5 +1,5 @@
 // The kernels of aiote.moe for rows on a GPU: they number, pack, copy and sum rows, with the same results, bit for bit,
-// as aiote_native/moe.pyx on a CPU. NVRTC compiles this file unchanged. g++ compiles it over an emulation of CUDA
+// as aiote_native/kernels/moe.pyx on a CPU. NVRTC compiles this file unchanged. g++ compiles it over an emulation of CUDA
 // (tests/moe/emulation), without the few lines that CUDA_ON_CPU leaves out. It needs no header of the toolkit.
 //
 // Every parameter has 8 bytes, a pointer or an i64, so that a launch is a list of numbers. Rows are lines of bytes at
@@ -399,7 +399,7 @@ KERNEL moe_copy_runs(u8 *to, i64 to_stride, const u8 *source, i64 source_stride,
     raise(words, state, raises);
 }
 
-// Sums in float32. The conversions, and the single bit pattern of a NaN, are those of aiote_native/moe_sums.h.
+// Sums in float32. The conversions, and the single bit pattern of a NaN, are those of aiote_native/kernels/moe_sums.h.
 
 struct BFloat16 {
     typedef u16 Raw;

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiote_native.moe import combine, copy_rows, copy_runs, find_runs, lay_out, pack, route, unfold
+from aiote_native.kernels.moe import combine, copy_rows, copy_runs, find_runs, lay_out, pack, route, unfold
 
 __all__ = ["combine", "copy_rows", "copy_runs", "find_runs", "lay_out", "number_rows", "pack", "unfold"]
 

@@ -5,44 +5,57 @@ objects, whose names this module re-exports. Above it only `aiote.gpu` and `aiot
 kernels of their own.
 """
 
-from aiote_native.buffers import AcquiredBuffer, acquire, section
-from aiote_native.clocks import NativeAlarm
-from aiote_native.core import Core
-from aiote_native.cuda.events import EventPool
-from aiote_native.direct import Direct
-from aiote_native.elements import check_elements
-from aiote_native.flights import Flight
-from aiote_native.forks import ForkError, after_fork
-from aiote_native.heartbeats import Pulse, check_pulses
-from aiote_native.layers import LayerMoves, LayerRun, OfferedLayers, PushedLayers, row_fault
-from aiote_native.loops import OwnLoop
-from aiote_native.peer_wakeups import guarded_socket, parse_address
-from aiote_native.peers import PeerLink, deliver
-from aiote_native.prepared import PreparedTargets, TargetRun
-from aiote_native.provider import NativeEndpoint
-from aiote_native.proxy import ArmedRun, arm
-from aiote_native.requests import (
+from aiote_native.channels.peers import PeerLink, Pulse, check_pulses, deliver
+from aiote_native.counters.waits import CounterHandle, CounterWait, CountRow, SourceRange, ValueWatch, read_value
+from aiote_native.cuda.driver import EventPool
+from aiote_native.engine.core import Core
+from aiote_native.requests.operations import (
+    Flight,
+    LocalMemory,
+    NativeWaiter,
+    Operation,
+    Order,
+    PageIndex,
+    RemoteMemory,
+    Waitable,
+    run,
+    wake,
+)
+from aiote_native.requests.prepared import (
+    LayerMoves,
+    LayerRun,
+    OfferedLayers,
+    PreparedTargets,
+    PushedLayers,
+    TargetRun,
+    row_fault,
+)
+from aiote_native.requests.request import (
     READ,
     WRITE,
     LocalSlice,
     PageSet,
     RemoteSlice,
     Request,
+    ScatterTargets,
     is_stream,
+    scatter,
     try_submit,
     try_submit_message,
     try_submit_pages,
 )
-from aiote_native.rows import CountRow
-from aiote_native.scatter import ScatterTargets, scatter
-from aiote_native.sharedpages import SharedPages
-from aiote_native.sources import SourceRange
-from aiote_native.status import StatusError, error_text
-from aiote_native.stream_orders import Order
-from aiote_native.unfolding import unfolded_bytes
-from aiote_native.waiters import NativeWaiter, run, wake
-from aiote_native.waits import CounterHandle, CounterWait, ValueWatch, read_value
-from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
+from aiote_native.requests.threaded import ArmedRun, Direct, arm
+from aiote_native.system.base import (
+    ForkError,
+    NativeAlarm,
+    NativeEndpoint,
+    OwnLoop,
+    StatusError,
+    after_fork,
+    error_text,
+)
+from aiote_native.system.buffers import AcquiredBuffer, acquire, check_elements, section, unfolded_bytes
+from aiote_native.system.wakeups import SharedPages, guarded_socket, parse_address
 
 from .contract import Rail, RailInfo
 from .library import library_summary

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from aiote_native.cuda.dmabufs import export_range
-from aiote_native.status import StatusError
+from aiote_native.cuda.driver import export_range
+from aiote_native.system.base import StatusError
 
 from ..errors import FabricError
 

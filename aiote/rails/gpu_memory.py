@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiote_native.cuda.flushing import needs_flush, synchronize_copies
-from aiote_native.status import StatusError
-from aiote_native.workrequests import LocalMemory
+from aiote_native.cuda.driver import needs_flush, synchronize_copies
+from aiote_native.requests.operations import LocalMemory
+from aiote_native.system.base import StatusError
 
 from ..errors import FabricError, UsageError
 from .dmabuf import EXPORTERS, DmaBuf, export_dmabuf
 from .reach import Reach, reach_of, stages
 
 if TYPE_CHECKING:
-    from aiote_native.buffers import AcquiredBuffer
-    from aiote_native.provider import NicRegistration
+    from aiote_native.system.base import NicRegistration
+    from aiote_native.system.buffers import AcquiredBuffer
 
     from .contract import Rail
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiote_native.libfabric.device import LibfabricDevice, discover
 from aiote_native.libfabric.endpoint import LibfabricEndpoint
-from aiote_native.status import StatusError
+from aiote_native.system.base import StatusError
 
 from ..errors import AioteError, FabricError, UsageError
 from ..machine.addresses import nearest, node_of, unknown

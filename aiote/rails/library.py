@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from typing import NamedTuple
 
-from aiote_native.libfabric import library as native
+from aiote_native.libfabric import device as native
 
 from ..errors import FabricError, UsageError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING
 
-from aiote_native.status import StatusError
-from aiote_native.streams.memory import StreamDevice
-from aiote_native.streams.rings import RingEndpoint
+from aiote_native.streams.endpoints import RingEndpoint
+from aiote_native.streams.rail import StreamDevice
+from aiote_native.system.base import StatusError
 
 from ..errors import FabricError
 from ..machine.addresses import unknown

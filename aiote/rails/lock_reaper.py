@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from aiote_native.libfabric.spinlocks import SpinLock
-from aiote_native.peers import PeerLink
+from aiote_native.channels.peers import PeerLink
+from aiote_native.libfabric.device import SpinLock
 
 from .stale_files import SHARED_MEMORY, owner, processor_ticks
 

@@ -9,17 +9,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from aiote_native.buffers import AcquiredBuffer, acquire
-from aiote_native.core import Core
+from aiote_native.channels.messages import CREDIT_MESSAGES
+from aiote_native.channels.peers import PeerLink, pool_bytes
+from aiote_native.cuda.driver import EventPool
 from aiote_native.cuda.driver import device_of as device_at
-from aiote_native.cuda.events import EventPool
-from aiote_native.messages import CREDIT_MESSAGES
-from aiote_native.nudges import nudge
-from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
-from aiote_native.peers import PeerLink, pool_bytes
-from aiote_native.provider import NativeEndpoint
-from aiote_native.status import StatusError
-from aiote_native.workrequests import LocalMemory
+from aiote_native.engine.core import Core, nudge
+from aiote_native.requests.operations import LocalMemory
+from aiote_native.system.base import NativeEndpoint, StatusError
+from aiote_native.system.buffers import AcquiredBuffer, acquire
+from aiote_native.system.wakeups import PeerWakeup, WakeupEvent
 
 from ..errors import FabricError
 from .contract import Rail, RailInfo

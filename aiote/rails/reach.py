@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiote_native.cuda.driver import error_of, load
-from aiote_native.status import error_text
+from aiote_native.system.base import error_text
 
 if TYPE_CHECKING:
-    from aiote_native.provider import NicRegistration
-    from aiote_native.workrequests import LocalMemory
+    from aiote_native.requests.operations import LocalMemory
+    from aiote_native.system.base import NicRegistration
 
     from .contract import Rail
 

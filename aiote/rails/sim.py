@@ -11,12 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiote_native.provider import NativeEndpoint
-from aiote_native.sim.nics import SimDevice
-from aiote_native.sim.null import NullEndpoint
-from aiote_native.sim.ports import SimEndpoint
-from aiote_native.sim.world import World
-from aiote_native.status import StatusError
+from aiote_native.sim.world import NullEndpoint, SimDevice, SimEndpoint, World
+from aiote_native.system.base import NativeEndpoint, StatusError
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits
@@ -29,7 +25,7 @@ __all__ = ["SimNetwork", "SimNic", "SimRail", "World", "current_network", "netwo
 
 @dataclass(frozen=True, slots=True)
 class SimNic:
-    """Describe a simulated NIC: its name, its speed, and its numbers as `aiote_native.sim.nics` takes them."""
+    """Describe a simulated NIC: its name, its speed, and its numbers as `aiote_native.sim.world` takes them."""
 
     name: str
     speed_mbps: int

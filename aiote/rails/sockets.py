@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from aiote_native.status import StatusError
-from aiote_native.streams.memory import StreamDevice
-from aiote_native.streams.sockets import SocketEndpoint
+from aiote_native.streams.endpoints import SocketEndpoint
+from aiote_native.streams.rail import StreamDevice
+from aiote_native.system.base import StatusError
 
 from ..errors import FabricError, UsageError
 from ..machine.addresses import addresses, in_order, nearest, node_of

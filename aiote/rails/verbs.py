@@ -7,10 +7,10 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from aiote_native.status import StatusError
+from aiote_native.system.base import StatusError
 from aiote_native.verbs.nic import VerbsDevice
+from aiote_native.verbs.nic import load as load_libibverbs
 from aiote_native.verbs.queuepairs import VerbsEndpoint
-from aiote_native.verbs.symbols import load as load_libibverbs
 
 from ..errors import FabricError
 from ..machine.ports import Gid, Port

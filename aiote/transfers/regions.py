@@ -44,7 +44,7 @@ __all__ = ["Access", "LeaseGranter", "Region", "Regions", "RemoteRegion", "as_in
 Access: TypeAlias = Literal["read-write", "read", "write", "local"]
 THREAD = "aiote register"
 COPIES_S = 10.0
-"""A GPU's copy takes a millisecond; one without progress for this long is given up (aiote_native/cuda/copies.pyx)."""
+"""A GPU's copy takes a millisecond; one without progress for this long is given up (aiote_native/cuda/driver.pyx)."""
 ACCESS: dict[Access, int] = {"read-write": MAY_ALL, "read": MAY_READ, "write": MAY_WRITE, "local": 0}
 
 

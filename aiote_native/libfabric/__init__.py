@@ -1,1 +1,1 @@
-"""libfabric, opened at run time, with one module for each kind of its objects."""
+"""libfabric, opened at run time: domains, registered memory and endpoints."""

@@ -1,7 +1,19 @@
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
-from aiote_native.libfabric.fabric cimport fi_info, fid_av, fid_domain, fid_fabric, fid_mr
-from aiote_native.provider cimport NativeDevice, NicRegistration
+from aiote_native.libfabric.fabric cimport fi_fabric_attr, fi_info, fid_av, fid_domain, fid_fabric, fid_mr
+from aiote_native.system.base cimport NativeDevice, NicRegistration
+
+ctypedef int (*getinfo_function)(uint32_t, const char*, const char*, uint64_t, const fi_info*,
+                                 fi_info**) noexcept nogil
+
+cdef struct Symbols:
+    getinfo_function getinfo
+    void (*freeinfo)(fi_info*) noexcept nogil
+    fi_info* (*dupinfo)(const fi_info*) noexcept nogil
+    int (*fabric)(fi_fabric_attr*, fid_fabric**, void*) noexcept nogil
+    uint32_t (*version)() noexcept nogil
+
+cdef Symbols* symbols() except NULL
 
 # The differences of providers that matter here, read when a device is opened.
 cdef struct Quirks:

@@ -1,23 +1,274 @@
-"""An opened NIC: the fabric and the domain of libfabric, and the memory registered with it."""
+"""Libfabric, opened at run time; its domains, and the memory that is registered with them."""
 
 cimport cython
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.errno cimport errno
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset, strdup
+from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen
+from posix.fcntl cimport O_RDWR, open
+from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
+from posix.unistd cimport close
 
 import os
 
-from aiote_native.forks cimport check_process, fork_epoch
+from aiote_native.engine.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
 from aiote_native.libfabric.fabric cimport (
-    FI_AV_TABLE, FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED,
-    FI_MR_ENDPOINT,
-    FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
-    FI_REMOTE_WRITE, FI_RMA, FI_RX_CQ_DATA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_THREAD_SAFE,
-    FI_VERSION, FI_WRITE,
-    fi_av_attr, fi_av_open, fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
-from aiote_native.libfabric.library cimport symbols
-from aiote_native.status cimport check
-from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
+    FI_AV_TABLE, FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_ENOKEY, FI_EP_RDM, FI_LINK_DOWN, FI_MR_ALLOCATED,
+    FI_MR_ENDPOINT, FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV,
+    FI_REMOTE_READ, FI_REMOTE_WRITE, FI_RMA, FI_RX_CQ_DATA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN,
+    FI_THREAD_SAFE, FI_VERSION, FI_WRITE, fi_av_attr, fi_av_open, fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key,
+    fi_mr_reg)
+from aiote_native.system.base cimport check, check_process, fork_epoch, name_errors_with, strerror_function
 
+# libfabric.so.1, opened with dlopen.
+#
+# The headers that this was built against (1.17) define most of the API inline over ops tables, so only six exported
+# functions have to be found. They are looked up by the symbol versions of that ABI. A later library exports newer
+# versions of the same names for larger structures, and its default version would read past the end of aiote's
+# structures.
+
+cdef extern from "<dlfcn.h>" nogil:
+    """
+    #ifndef _GNU_SOURCE
+    #error "dlvsym needs _GNU_SOURCE"
+    #endif
+    """
+    ctypedef struct Dl_info:
+        const char* dli_fname
+    void* dlvsym(void* handle, const char* symbol, const char* version)
+    int dladdr(const void* address, Dl_info* info)
+
+cdef extern from "<stdlib.h>" nogil:
+    int setenv(const char* name, const char* value, int overwrite)
+
+
+cdef Symbols table
+cdef void* handle = NULL
+cdef str loaded_path = ""
+
+
+cdef void* find(void* library, bytes name, bytes version) except NULL:
+    cdef void* symbol = dlvsym(library, name, version)
+    if symbol == NULL:
+        raise ImportError(f"it has no symbol {name.decode()}@{version.decode()}: not a libfabric 1.x or 2.x")
+    return symbol
+
+
+cdef Symbols* symbols() except NULL:
+    if handle == NULL:
+        raise RuntimeError("libfabric is not loaded: call load(path) first")
+    return &table
+
+
+cdef void set_defaults(dict defaults):
+    """Set environment variables that the user has not set; libraries read them when they are opened."""
+    for name, value in defaults.items():
+        setenv(name.encode(), value.encode(), 0)
+
+
+def probe(str path, dict defaults) -> tuple[str, int, int]:
+    """Return the file that `path` resolves to and its (major, minor) version, without initialising or keeping it.
+
+    This must not be called after libibverbs was opened: libraries that come with a libfabric register themselves there,
+    and libibverbs would call them after they are unloaded. Keeping the library open instead would link the plug-ins of
+    another libfabric to it.
+
+    A bare name is searched for as the dynamic linker does; `defaults` are as in `load`. Raises ImportError with the
+    linker's reason.
+    """
+    cdef bytes encoded = path.encode()
+    set_defaults(defaults)
+    cdef void* library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+    cdef Dl_info where
+    cdef void* symbol
+    cdef uint32_t number
+    if library == NULL:
+        raise ImportError((<bytes> dlerror()).decode("utf-8", "replace"))
+    try:
+        symbol = find(library, b"fi_version", b"FABRIC_1.0")
+        number = (<uint32_t (*)() noexcept nogil> symbol)()
+        found = where.dli_fname.decode() if dladdr(symbol, &where) else path
+        return found, number >> 16, number & 0xFFFF
+    finally:
+        dlclose(library)
+
+
+def load(str path, dict defaults) -> tuple[int, int]:
+    """Open the library at `path` for the life of the process and return its (major, minor) version.
+
+    `defaults` are provider parameters (FI_*). They are set in the environment of the process unless the user has set
+    them, because providers read them once, when the library initialises. Loading the same path again does nothing.
+    Another path raises RuntimeError, because two copies of libfabric in one process share /dev/shm names and signal
+    handlers. Raises ImportError with the linker's reason, or for a library that is not libfabric.
+    """
+    global handle, loaded_path
+    if handle != NULL:
+        if path != loaded_path:
+            raise RuntimeError(f"libfabric is loaded from {loaded_path} already; load {path} in another process")
+        return version()
+    cdef bytes encoded = path.encode()
+    set_defaults(defaults)
+    cdef void* library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+    if library == NULL:
+        raise ImportError((<bytes> dlerror()).decode("utf-8", "replace"))
+    try:
+        table.getinfo = <getinfo_function> find(library, b"fi_getinfo", b"FABRIC_1.3")
+        table.freeinfo = <void (*)(fi_info*) noexcept nogil> find(library, b"fi_freeinfo", b"FABRIC_1.3")
+        table.dupinfo = <fi_info* (*)(const fi_info*) noexcept nogil> find(library, b"fi_dupinfo", b"FABRIC_1.3")
+        table.fabric = <int (*)(fi_fabric_attr*, fid_fabric**, void*) noexcept nogil> (
+            find(library, b"fi_fabric", b"FABRIC_1.1"))
+        table.version = <uint32_t (*)() noexcept nogil> find(library, b"fi_version", b"FABRIC_1.0")
+        name_errors_with(<strerror_function> find(library, b"fi_strerror", b"FABRIC_1.0"))
+    except BaseException:
+        dlclose(library)
+        raise
+    handle = library
+    loaded_path = path
+    return version()
+
+
+def version() -> tuple[int, int]:
+    """Return the loaded library's (major, minor) version."""
+    cdef uint32_t number = symbols().version()
+    return number >> 16, number & 0xFFFF
+
+
+def path() -> str:
+    """Return the path that the library was loaded from, or an empty string."""
+    return loaded_path
+
+
+# The spin lock and the command queue in an endpoint's shared memory, for libfabric before 2.0.
+#
+# The layout of `struct smr_region` in version 4 (libfabric 1.17, ofi_shm.h): a byte of version, the owner's process
+# number at 4, the lock at 24, the offset of the command queue at 64. That queue (`ofi_rbuf.h`) is four words (size,
+# mask, commands read, commands written) and a ring of commands of 256 bytes. This module accesses no other fields.
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef int pthread_spinlock_t
+    int pthread_spin_init(pthread_spinlock_t*, int)
+    int pthread_spin_unlock(pthread_spinlock_t*)
+    int PTHREAD_PROCESS_SHARED
+
+cdef enum:
+    MAPPED = 4096
+    VERSION = 4
+    PROCESS_AT = 4
+    LOCK_AT = 24
+    QUEUE_AT = 64
+    QUEUE_HEAD = 32
+    COMMAND = 256
+    MOST_COMMANDS = 65536
+    # The place of the operation in a command, and the operations of ofi_proto.h that a second command follows.
+    OPERATION_AT = 16
+    READ = 2
+    WRITE = 4
+    ATOMIC = 6
+    ATOMIC_COMPARE = 8
+
+cdef enum:  # the words of a queue
+    SIZE, MASK, COMMANDS_READ, COMMANDS_WRITTEN
+
+
+cdef class SpinLock:
+    """The lock of one endpoint's memory, found by the memory's file. It is mapped, so the file may be removed."""
+
+    cdef uint8_t* memory
+    cdef size_t mapped
+    cdef uint64_t* commands  # the owner's queue; NULL if there is no queue of this layout
+    cdef uint64_t size  # of the queue when it was mapped; the peer can change the queue's own word, but not this bound
+
+    def __cinit__(self):
+        self.memory = NULL
+        self.commands = NULL
+        self.mapped = self.size = 0
+
+    def __init__(self, str path, int process):
+        """Map the file. Raises OSError, and ValueError for memory of another layout or another process."""
+        if self.memory != NULL:
+            raise RuntimeError("the lock is open already")
+        cdef int fd = open(path.encode(), O_RDWR)
+        cdef uint64_t queue
+        check(-errno if fd < 0 else 0, "open(spin lock)")
+        try:
+            self.map(fd, MAPPED)
+            if self.memory[0] != VERSION or (<int32_t*> (self.memory + PROCESS_AT))[0] != process:
+                raise ValueError(f"{path} is not the memory of process {process} in layout {VERSION}")
+            queue = (<uint64_t*> (self.memory + QUEUE_AT))[0]
+            if 0 < queue <= MAPPED - QUEUE_HEAD and queue % 16 == 0:
+                self.size = (<uint64_t*> (self.memory + queue))[SIZE]
+                if 0 < self.size <= MOST_COMMANDS and (<uint64_t*> (self.memory + queue))[MASK] == self.size - 1:
+                    self.map(fd, queue + QUEUE_HEAD + self.size * COMMAND)
+                    self.commands = <uint64_t*> (self.memory + queue)
+        finally:
+            close(fd)
+
+    cdef int map(self, int fd, size_t length) except -1:
+        """Map the first `length` bytes of the file in place of the earlier mapping."""
+        cdef void* memory = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+        if memory == MAP_FAILED:
+            check(-errno, "mmap(spin lock)")
+        self.unmap()
+        self.memory = <uint8_t*> memory
+        self.mapped = length
+        return 0
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is held now, by any process."""
+        # The C library decides which value a free lock has: 1 on x86-64, 0 on arm64.
+        cdef pthread_spinlock_t free
+        pthread_spin_init(&free, PTHREAD_PROCESS_SHARED)
+        return self.memory != NULL and (<int32_t*> (self.memory + LOCK_AT))[0] != <int32_t> free
+
+    @property
+    def commands_read(self) -> int:
+        """How many commands the memory's owner has taken out of its queue."""
+        return self.commands[COMMANDS_READ] if self.commands != NULL else 0
+
+    def release(self) -> None:
+        """Unlock the lock, whoever holds it. Call it once no other process can want the lock."""
+        if self.memory != NULL:
+            pthread_spin_unlock(<pthread_spinlock_t*> (self.memory + LOCK_AT))
+
+    def drop_half(self) -> bool:
+        """Take back the first of two commands if their sender ended between the two; return whether there was one.
+
+        A write is two commands, which the sender commits one after the other while it holds the lock. The owner of the
+        queue reads both without checking the count. If the second command is missing, the owner reads past the end of
+        its queue, takes the ring's old contents for commands, and then never stops or crashes. Call this while the lock
+        is still held by the process that has ended.
+        """
+        cdef uint64_t* queue = self.commands
+        cdef uint64_t at, written
+        if queue == NULL or not self.held:
+            return False
+        at, written = queue[COMMANDS_READ], queue[COMMANDS_WRITTEN]
+        if written - at > self.size:
+            return False
+        while at < written:
+            at += 1 + is_double((<uint8_t*> queue) + QUEUE_HEAD + (at & (self.size - 1)) * COMMAND)
+        if at == written:
+            return False
+        queue[COMMANDS_WRITTEN] = written - 1
+        return True
+
+    cdef void unmap(self) noexcept:
+        if self.memory != NULL:
+            munmap(self.memory, self.mapped)
+            self.memory = NULL
+
+    def __dealloc__(self):
+        self.unmap()
+
+
+cdef bint is_double(uint8_t* command) noexcept nogil:
+    """Return whether a second command follows, which names the memory that is written or read."""
+    cdef uint32_t operation = (<uint32_t*> (command + OPERATION_AT))[0]
+    return operation == READ or operation == WRITE or ATOMIC <= operation <= ATOMIC_COMPARE
+
+
+# An opened NIC: the fabric and the domain of libfabric, and the memory registered with it.
 
 cdef tuple PINNING = ("efa", "cxi", "verbs")
 

@@ -1,5 +1,5 @@
 # Declarations of libfabric's headers, with upstream's names. The functions that the headers define inline call through
-# the ops tables of the objects. The exported functions are found by dlopen (library.pyx) and never linked.
+# the ops tables of the objects. The exported functions are found by dlopen (device.pyx) and never linked.
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from posix.types cimport off_t  # noqa: F401
 

@@ -1,33 +1,302 @@
-"""The operations in flight: each is planned when it is posted, then placed, delivered and completed at its times.
+"""The simulated network: its NICs and links, their turns, and the works that pass them."""
 
-| stage    | effect                                                | if the target cannot take it                    |
-|----------|-------------------------------------------------------|-------------------------------------------------|
-| send     | packets leave the NIC in turn (if it sends packets)   | -                                               |
-| place    | a piece of the payload is copied into memory          | bad key or range: the initiator gets an error   |
-| deliver  | the target gets the immediate or the message          | the operation waits in the target's queue       |
-| complete | the initiator gets the completion                     |                                                 |
-
-All pieces are placed before the immediate is delivered, and it is delivered before the completion. No other order is
-guaranteed, neither of pieces nor of operations. A stage is parked while its own NIC or the target's is silent. Closing
-an endpoint drops its operations in flight, except those that have left its NIC, if the model says that they arrive all
-the same (`lingers`).
-
-The caller holds the network's lock.
-"""
-
-from libc.errno cimport EACCES, ECONNRESET, EFAULT, EHOSTUNREACH, EMSGSIZE, ENETDOWN
-from libc.stdint cimport uint8_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.errno cimport EACCES, ECONNRESET, EFAULT, EHOSTUNREACH, EMSGSIZE, ENETDOWN, ENOMEM
+from libc.math cimport pow, sqrt
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport write
 
-from aiote_native.sim.net cimport (
-    Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, ITEM_REPORT, Item, MAX_PIECES, Memory, Model, NIC_BROKEN,
-    NIC_SILENT, NIC_UP, Receive, Report, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE,
-    STAGE_DELIVER, STAGE_PLACE, STAGE_SEND, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock,
-    take_out)
-from aiote_native.sim.turns cimport later, leave_turns, next_turn, send_through, take_through, take_turns
-from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Sge, WorkRequest
+from aiote_native.engine.structs cimport MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Completion, Sge, WorkRequest
+
+# The simulated network's bookkeeping: time, scheduled events, random numbers, tables, and the record of what happened.
+#
+# A heap orders the events by time, and events of the same time in the order in which they were scheduled. In virtual
+# time, a network with the same seed and the same calls in the same order therefore does the same, to the last
+# nanosecond. Time is the system's or virtual; virtual time stands still until `World.advance` moves it on.
+#
+# The caller holds the network's lock.
+
+cdef extern from "<sys/timerfd.h>" nogil:
+    struct itimerspec:
+        timespec it_interval
+        timespec it_value
+    int timerfd_settime(int, int, const itimerspec*, itimerspec*)
+    const int TFD_TIMER_ABSTIME
+
+cdef enum:
+    SECOND = 1_000_000_000
+
+
+cdef uint64_t net_now(Net* net) noexcept nogil:
+    """Return the nanoseconds since the network was made."""
+    cdef timespec now
+    if net.is_virtual:
+        return net.now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t> now.tv_sec * SECOND + <uint64_t> now.tv_nsec - net.origin
+
+
+cdef uint64_t draw(Net* net, uint64_t below) noexcept nogil:
+    """Return a random number below a bound, 0 for a bound of 0 (SplitMix64, https://prng.di.unimi.it/splitmix64.c)."""
+    cdef uint64_t z
+    net.random += 0x9E3779B97F4A7C15ULL
+    z = net.random
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL
+    z ^= z >> 31
+    return z % below if below else 0
+
+
+cdef inline bint earlier(const Item* a, const Item* b) noexcept nogil:
+    return a.time < b.time or (a.time == b.time and a.order < b.order)
+
+
+cdef inline void store_at(Net* net, Item* item, uint32_t place) noexcept nogil:
+    net.heap[place] = item
+    item.place = place
+
+
+cdef void sift_up(Net* net, Item* item) noexcept nogil:
+    cdef uint32_t place = item.place
+    while place > 1 and earlier(item, net.heap[place // 2]):
+        store_at(net, net.heap[place // 2], place)
+        place //= 2
+    store_at(net, item, place)
+
+
+cdef void sift_down(Net* net, Item* item) noexcept nogil:
+    cdef uint32_t place = item.place
+    cdef uint32_t child
+    while 2 * place <= net.heap_count:
+        child = 2 * place
+        if child < net.heap_count and earlier(net.heap[child + 1], net.heap[child]):
+            child += 1
+        if not earlier(net.heap[child], item):
+            break
+        store_at(net, net.heap[child], place)
+        place = child
+    store_at(net, item, place)
+
+
+cdef int put(Net* net, Item* item, uint64_t time) noexcept nogil:
+    """Schedule an item for a time; return 0 or -ENOMEM."""
+    cdef Item** larger
+    if net.heap_count + 2 > net.heap_size:
+        larger = <Item**> realloc(net.heap, sizeof(Item*) * (net.heap_size * 2 + 64))
+        if larger == NULL:
+            return -ENOMEM
+        net.heap = larger
+        net.heap_size = net.heap_size * 2 + 64
+    net.order += 1
+    item.time = time
+    item.order = net.order
+    net.heap_count += 1
+    item.place = net.heap_count
+    sift_up(net, item)
+    return 0
+
+
+cdef void take_out(Net* net, Item* item) noexcept nogil:
+    """Remove an item from the schedule; do nothing if it is not scheduled."""
+    cdef Item* last
+    cdef uint32_t place = item.place
+    if place == 0:
+        return
+    last = net.heap[net.heap_count]
+    net.heap_count -= 1
+    item.place = 0
+    if last != item:
+        store_at(net, last, place)
+        sift_up(net, last)
+        sift_down(net, last)
+
+
+cdef void set_alarm_clock(Net* net) noexcept nogil:
+    """Set the timer that wakes sleeping endpoints to the time of the next item, where time is the system's."""
+    cdef itimerspec when
+    cdef uint64_t first = net.heap[1].time + 1 if net.heap_count else 0
+    if net.timer_fd < 0 or first == net.armed_for:
+        return
+    net.armed_for = first
+    memset(&when, 0, sizeof(when))
+    if first:
+        when.it_value.tv_sec = (net.origin + first) // SECOND
+        when.it_value.tv_nsec = (net.origin + first) % SECOND
+    timerfd_settime(net.timer_fd, TFD_TIMER_ABSTIME, &when, NULL)
+
+
+cdef SimPort* find_endpoint(Net* net, uint64_t number) noexcept nogil:
+    cdef SimPort* found = net.endpoint_table[number % BUCKETS]
+    while found != NULL and found.number != number:
+        found = found.next
+    return found
+
+
+cdef Memory* find_memory(Net* net, uint64_t key) noexcept nogil:
+    cdef Memory* found = net.memory_table[key % BUCKETS]
+    while found != NULL and found.key != key:
+        found = found.next
+    return found
+
+
+cdef inline void mix(Net* net, uint64_t value) noexcept nogil:
+    """Mix a value into the digest: a step of FNV-1a with 64-bit values, and a shift that spreads the high bits."""
+    net.digest = (net.digest ^ value) * 0x100000001B3ULL
+    net.digest ^= net.digest >> 29
+
+
+cdef void saw(Net* net, Happening kind, const Nic* nic, uint64_t number, uint64_t length, int status) noexcept nogil:
+    """Record an event: mix it into the digest, and keep it in full while there is room."""
+    cdef Seen* entry
+    cdef uint64_t now = net.now if net.is_virtual else 0
+    mix(net, now)
+    mix(net, (<uint64_t> nic.node << 32) | (nic.rail << 16) | <uint32_t> kind)
+    mix(net, number)
+    mix(net, length ^ (<uint64_t> <uint32_t> status << 40))
+    if net.seen_count < net.seen_limit:
+        entry = &net.seen[net.seen_count]
+        entry.time = net_now(net)
+        entry.number = number
+        entry.length = length
+        entry.node = nic.node
+        entry.rail = nic.rail
+        entry.kind = kind
+        entry.status = <int32_t> status
+        net.seen_count += 1
+
+
+# The times during which NICs are busy: with one operation after the other, or with a packet of each in turn.
+#
+# If the model has no `packet`, a NIC sends a write as a whole, and the times of both NICs are known when it is posted.
+# With `packet`, a NIC sends one packet of each of its writes in turn, as RDMA NICs serve their queue pairs, and the
+# other NIC receives packets in the order in which they leave. Messages and immediates take turns as well. A read is
+# always sent as a whole.
+#
+# The caller holds the network's lock.
+
+
+cdef uint64_t service(const Model* model, uint64_t length) noexcept nogil:
+    """Return for how many nanoseconds a NIC is busy with one operation."""
+    cdef double own = <double> model.operation
+    cdef double bytes_ = <double> length * model.per_byte
+    if model.overlap <= 0:
+        return <uint64_t> (own if own > bytes_ else bytes_)
+    if model.overlap == 2:
+        return <uint64_t> sqrt(own * own + bytes_ * bytes_)
+    return <uint64_t> pow(pow(own, model.overlap) + pow(bytes_, model.overlap), 1 / model.overlap)
+
+
+cdef uint64_t later(uint64_t a, uint64_t b) noexcept nogil:
+    return a if a > b else b
+
+
+cdef uint64_t send_through(Nic* nic, uint64_t ready, uint64_t length) noexcept nogil:
+    """Occupy a NIC's sending side; return when the last byte has left it."""
+    cdef uint64_t left = later(ready, nic.sends_free) + service(&nic.model, length)
+    nic.sends_free = left
+    return left
+
+
+cdef uint64_t take_through(Nic* nic, uint64_t arrives, uint64_t length) noexcept nogil:
+    """Occupy a NIC's receiving side, which receives while the other sends; return when the last byte is in memory."""
+    cdef uint64_t wire = <uint64_t> (<double> length * nic.model.per_byte)
+    cdef uint64_t there = later(arrives, nic.takes_free + wire)
+    if wire:
+        nic.takes_free = there
+    return there + nic.slow
+
+
+cdef uint64_t packet_of(const Work* work) noexcept nogil:
+    """Return the length of a write's next packet in bytes."""
+    return work.left if work.left < work.nic.model.packet else work.nic.model.packet
+
+
+cdef void set_out(Net* net, Work* work) noexcept nogil:
+    """Schedule the end of sending the next packet. The first packet also takes the operation's own time."""
+    cdef const Model* model = &work.nic.model
+    cdef uint64_t takes = <uint64_t> (<double> packet_of(work) * model.per_byte)
+    if work.left == work.length:
+        takes += service(model, work.length) - <uint64_t> (<double> work.length * model.per_byte)
+    put(net, &work.item, net_now(net) + takes)
+
+
+cdef void take_turns(Net* net, Work* work) noexcept nogil:
+    """Append a write to the writes that a NIC sends in turn."""
+    cdef Nic* nic = work.nic
+    work.left = work.length
+    append(nic, work)
+    if nic.turns == work:
+        set_out(net, work)
+
+
+cdef void append(Nic* nic, Work* work) noexcept nogil:
+    work.in_turn = True
+    work.turn = NULL
+    if nic.turns == NULL:
+        nic.turns = work
+    else:
+        nic.last_turn.turn = work
+    nic.last_turn = work
+
+
+cdef uint64_t next_turn(Net* net, Work* work) noexcept nogil:
+    """Pass on a packet that has left its NIC, and start the next write's turn; return when the packet arrives."""
+    cdef Nic* nic = work.nic
+    cdef Nic* far = work.far if work.far != NULL else nic
+    cdef uint64_t bytes_ = packet_of(work)
+    cdef uint64_t now = net_now(net)
+    cdef uint64_t there = take_through(far, now + nic.model.latency, bytes_)
+    nic.turns = work.turn
+    work.turn = NULL
+    work.in_turn = False
+    work.left -= bytes_
+    if work.left:
+        append(nic, work)
+    else:
+        work.sent = now
+    if nic.turns != NULL:
+        set_out(net, nic.turns)
+    return there
+
+
+cdef void leave_turns(Net* net, Work* work) noexcept nogil:
+    """Remove a write from its NIC's turns. If it was its turn, the next write has it."""
+    cdef Nic* nic = work.nic
+    cdef Work* before = NULL
+    cdef Work* other = nic.turns
+    if not work.in_turn:
+        return
+    while other != work:
+        before = other
+        other = other.turn
+    work.in_turn = False
+    if nic.last_turn == work:
+        nic.last_turn = before
+    if before != NULL:
+        before.turn = work.turn
+        return
+    nic.turns = work.turn
+    if nic.turns != NULL:
+        set_out(net, nic.turns)
+
+
+# The operations in flight: each is planned when it is posted, then placed, delivered and completed at its times.
+#
+# | stage    | effect                                                | if the target cannot take it                    |
+# |----------|-------------------------------------------------------|-------------------------------------------------|
+# | send     | packets leave the NIC in turn (if it sends packets)   | -                                               |
+# | place    | a piece of the payload is copied into memory          | bad key or range: the initiator gets an error   |
+# | deliver  | the target gets the immediate or the message          | the operation waits in the target's queue       |
+# | complete | the initiator gets the completion                     |                                                 |
+#
+# All pieces are placed before the immediate is delivered, and it is delivered before the completion. No other order is
+# guaranteed, neither of pieces nor of operations. A stage is parked while its own NIC or the target's is silent.
+# Closing an endpoint drops its operations in flight, except those that have left its NIC, if the model says that they
+# arrive all the same (`lingers`).
+#
+# The caller holds the network's lock.
 
 
 cdef void plan_work(Net* net, Work* work) noexcept nogil:

@@ -1,7 +1,8 @@
 from libc.stdint cimport int64_t, uint64_t
 
-from aiote_native.clocks cimport Clock
-from aiote_native.sim.net cimport Net
+from aiote_native.engine.structs cimport RailOps
+from aiote_native.sim.traffic cimport Memory, Net, Nic, SimPort
+from aiote_native.system.base cimport Clock, NativeDevice, NativeEndpoint, NicRegistration
 
 cdef class World(Clock):
     cdef Net* net
@@ -10,3 +11,25 @@ cdef class World(Clock):
     cdef uint64_t epoch
     cpdef int usable(self) except -1
     cdef void free_net(self)
+
+cdef class SimDevice(NativeDevice):
+    cdef readonly World world
+    cdef Nic* nic
+    cdef bint offsets
+    cdef bint opened
+
+cdef class SimMemory(NicRegistration):
+    cdef SimDevice device
+    cdef Memory* memory
+    cdef void drop(self) noexcept
+
+cdef RailOps operations
+
+cdef class SimEndpoint(NativeEndpoint):
+    cdef SimDevice device
+    cdef SimPort* impl
+    cdef SimPort* channel_impl
+    cdef int open(self) except -1
+
+cdef class NullEndpoint(SimEndpoint):
+    pass

@@ -1,5 +1,11 @@
-# The structures of a stream, which both of its halves use. A kind of wire (rings.pyx, sockets.pyx) fills in Wire, and
-# its own structure has a Stream as the first member.
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from aiote_native.cuda.driver cimport GpuQueues
+from aiote_native.cuda.memory cimport Export, Handle, Import
+from aiote_native.engine.structs cimport MAX_SGE, Completion, Post, WorkRequest
+
+# The structures of a stream, which both of its halves use. A kind of wire (endpoints.pyx) fills in Wire, and its
+# own structure has a Stream as the first member.
 #
 # Each direction carries a sequence of frames: a header of 104 bytes and, in some kinds, a payload:
 #
@@ -22,11 +28,6 @@
 #
 # Every header acknowledges in `done` how many writes and sends of its receiver are over. They ended well, except those
 # that a FRAME_DONE with a status names. A standalone acknowledgement is sent when there is no frame to piggyback on.
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
-
-from aiote_native.cuda.copies cimport GpuQueues
-from aiote_native.cuda.sharing cimport Export, Handle, Import
-from aiote_native.structs cimport Completion, MAX_SGE, Post, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -89,14 +90,14 @@ cdef struct Work:
     uint64_t moved       # bytes of header and payload that the wire has taken
     Work* trailer        # the FRAME_ANSWERED of a FRAME_ANSWER
     uint64_t epoch       # the registry's epoch when an answer's iov was last found open
-    # if `local` is on a GPU (staging.pyx, landing.pyx)
+    # if `local` is on a GPU (sending.pyx, stream.pyx)
     GpuQueues* gpu
     uint16_t[MAX_SGE] slots  # hold its bytes on their way out
     int slot_count
     bint copied          # its copies were posted; `number` is behind them
     uint32_t number
     int status
-    # if it goes by reference (lending.pyx, pulling.pyx)
+    # if it goes by reference (stream.pyx)
     Export* exported
     uint64_t[REFERENCE] reference
     Stream* lender
@@ -127,7 +128,7 @@ cdef struct Registry:
     Memory* table[BUCKETS]
     uint64_t epoch       # changes when a registration ends
     uint64_t served      # bytes that peers have read or written here
-    # shared GPU memory (lending.pyx, pulling.pyx)
+    # shared GPU memory (stream.pyx)
     bint shares
     GpuQueues* gpus[SHARED_DEVICES]
     Export* exports
@@ -231,3 +232,44 @@ cdef void free_work(Stream* self, Work* work) noexcept nogil
 cdef void free_works(Stream* self) noexcept nogil
 cdef bint is_copying(const Stream* self) noexcept nogil
 cdef int armed(Stream* self, bint again) noexcept nogil
+
+cdef uint64_t lent_room(void* impl, const void* desc, uint64_t key) noexcept nogil
+cdef int lend(Stream* self, Work* work) noexcept nogil
+cdef void reply(Stream* self, int kind, uint64_t number, int status) noexcept nogil
+cdef void note_offered(Stream* self, uint64_t number) noexcept nogil
+cdef int note_opened(Stream* self, const Frame* frame) noexcept nogil
+cdef int note_forgotten(Stream* self, const Frame* frame) noexcept nogil
+cdef int note_pulled(Stream* self) noexcept nogil
+cdef void withdraw_ended(Stream* self) noexcept nogil
+cdef bint is_lent(const Registry* registry, const Memory* memory) noexcept nogil
+cdef void leave_export(Registry* registry, Export* exported) noexcept nogil
+cdef void let_go(Registry* registry, Export* exported) noexcept nogil
+cdef void leave_lent(Stream* self) noexcept nogil
+
+cdef bint is_full(const Stream* self, const Frame* frame) noexcept nogil
+cdef int open_reference(Stream* self, const Frame* frame) noexcept nogil
+cdef void pull_write(Stream* self, const Frame* frame) noexcept nogil
+cdef void pull_answer(Stream* self, Work* asked) noexcept nogil
+cdef int take_export(Stream* self, const Frame* frame) noexcept nogil
+cdef int take_forget(Stream* self, const Frame* frame) noexcept nogil
+cdef void move_imports(Stream* self) noexcept nogil
+cdef void note_pulls(Stream* self) noexcept nogil
+cdef void leave_imports(Stream* self) noexcept nogil
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef unsigned long pthread_t
+
+cdef struct Giver:
+    Registry* registry
+    int listener
+    int asking           # the connection being served; -1: none
+    bint ended
+    uint8_t[64] name
+    pthread_t thread
+
+cdef Giver* start_giving(Registry* registry) except NULL
+cdef void stop_giving(Giver* self) noexcept
+
+cdef int list_slot(Stream* self, iovec* vectors) noexcept nogil
+cdef void land(Stream* self, uint64_t bytes) noexcept nogil
+cdef void drop_slot(Stream* self) noexcept nogil

@@ -1,5 +1,5 @@
 # The part of <infiniband/verbs.h> that aiote uses. The functions that the library exports are called through the table
-# in symbols.pyx; the functions here are inline and call the operations of an opened context.
+# in nic.pyx; the functions here are inline and call the operations of an opened context.
 from libc.stdint cimport int32_t, uint16_t, uint32_t, uint64_t, uint8_t
 
 cdef extern from "<infiniband/verbs.h>" nogil:

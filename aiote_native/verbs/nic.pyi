@@ -1,6 +1,10 @@
 from typing import Any
 
-from aiote_native.provider import NativeDevice, NicRegistration
+from aiote_native.system.base import NativeDevice, NicRegistration
+
+def load(path: str = "libibverbs.so.1") -> None: ...
+def event_name(event: int) -> str: ...
+def completion_status(status: int) -> str: ...
 
 SETTINGS: dict[str, int]
 

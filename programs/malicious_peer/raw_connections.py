@@ -12,8 +12,8 @@ import anyio.to_thread
 
 from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.control_frames import Channel
-from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
-from aiote_native.streams.sockets import parse
+from aiote_native.streams.endpoints import parse
+from aiote_native.system.wakeups import PeerWakeup, WakeupEvent
 from support.engines.wakeup_page import own_page
 from support.rails.raw_ring import DATA, HEAD, NUMBER, RING_BYTES, SCHEME, TAIL, ring_memory
 

@@ -21,7 +21,7 @@ from aiote.core import striping
 from aiote.rails.contract import NEVER_RUN, PROVEN, is_proven
 from aiote.rails.libfabric import efa_lacks
 from aiote.rails.library import DEFAULTS
-from aiote_native.peers import pool_bytes
+from aiote_native.channels.peers import pool_bytes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,7 +13,7 @@ import pytest
 
 import aiote
 from aiote import gpu
-from aiote_native.buffers import acquire
+from aiote_native.system.buffers import acquire
 from support.engines.opening import across, each_progress, linked, run_script
 from support.gpu.hardware_cuda import needs_device, needs_standin
 from support.gpu.lenders import DLManagedTensor, DLManagedTensorVersioned

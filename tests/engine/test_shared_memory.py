@@ -25,7 +25,7 @@ from aiote.core.control_frames import ShareRequest
 from aiote.core.descriptor import SharedDescriptor
 from aiote.core.handshake import OLDEST
 from aiote.links import sharing
-from aiote_native.sharedpages import SharedPages
+from aiote_native.system.wakeups import SharedPages
 from support.engines.opening import linked, opened, pair, served_on, until
 from support.rails.shared_memory import SIZE, descriptors, mappings
 

@@ -16,7 +16,7 @@ import aiote
 from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.control import Authenticated
 from aiote.core.control_frames import Channel, EngineOffer
-from aiote_native.peer_wakeups import WakeupEvent, parse_address
+from aiote_native.system.wakeups import WakeupEvent, parse_address
 from support.engines.opening import PATIENCE_S, opened, served_on, until
 from support.engines.raw_clients import Insider, offer, refusals
 from support.engines.wakeup_page import PAGE

@@ -63,7 +63,7 @@ def test_the_public_packages_say_what_is_public():
         "from aiote.kvcache.pool import PagePool",
         "from aiote.kvcache import PagedMoves",
         "from aiote import core",
-        "import aiote_native.core",
+        "import aiote_native.engine.core",
         "def main():\n    from aiote.links import Session",
         "import aiote\naiote.core.address",
     ],

@@ -160,8 +160,8 @@ def test_no_floor_reaches_up():
         ("aiote/observe/a.py", "from __future__ import annotations\nif TYPE_CHECKING:\n    from ..aio.loop import L"),
         ("aiote/rails/a.py", "import asyncio"),
         ("aiote/aio/a.py", "from aiote import Engine"),
-        ("aiote/aio/a.py", "import aiote_native.status"),
-        ("aiote/engine/a.py", "import importlib\nimportlib.import_module('aiote_native.status')"),
+        ("aiote/aio/a.py", "import aiote_native.system.base"),
+        ("aiote/engine/a.py", "import importlib\nimportlib.import_module('aiote_native.system.base')"),
         ("aiote/engine/a.py", "import anyio"),
         ("aiote/engine/a.py", "from aiote.kvcache import pages"),
         ("aiote/transfers/a.py", "from __future__ import annotations\nif TYPE_CHECKING:\n    from ..links import Peer"),
@@ -174,7 +174,7 @@ def test_no_floor_reaches_up():
         ("aiote/weights/layout.py", "import socket"),
         ("aiote/moe/plan.py", "from .. import open_engine"),
         ("aiote/moe/states.py", "import time"),
-        ("aiote/moe/group.py", "import aiote_native.moe"),
+        ("aiote/moe/group.py", "import aiote_native.kernels.moe"),
         ("aiote/connectors/broadcast.py", "from .host import party"),
         ("aiote/connectors/host.py", "from .verl import AioteCheckpointEngine"),
         ("aiote/bridge/a.py", "from ..connectors import host"),
@@ -204,7 +204,7 @@ def test_what_is_forbidden_is_found(tmp_path, file, text):
         ("aiote/links/a.py", "from ..transfers import Peer\nfrom ..runtime import Runtime"),
         ("aiote/links/session.py", "from .connection import Connection\nfrom .channels import Channels"),
         ("aiote/cli/a.py", "import aiote\nimport anyio"),
-        ("aiote_native/a.pyx", "from aiote_native.status cimport check\ncimport cython"),
+        ("aiote_native/a.pyx", "from aiote_native.system.base cimport check\ncimport cython"),
     ],
 )
 def test_what_is_allowed_passes(tmp_path, file, text):

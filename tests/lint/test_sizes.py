@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("aiote", "aiote_native", "programs", "tests", "tools", "examples")
 FILE_LINES = 499
+NATIVE_LINES = 900  # fewer and larger modules, because a call from one to another is a call through a pointer
 FUNCTION_LINES = 40
 LATER = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
 
@@ -35,7 +36,8 @@ def long_functions(text: str) -> list[tuple[str, int]]:
 def test_files_are_short():
     lengths = {p.relative_to(ROOT): len(p.read_text().splitlines()) for p in sources(".py", ".pyi", ".pyx", ".pxd")}
     assert len(lengths) > 10
-    assert {path: lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
+    most = {path: NATIVE_LINES if path.parts[0] == "aiote_native" else FILE_LINES for path in lengths}
+    assert {path: lines for path, lines in lengths.items() if lines > most[path]} == {}
 
 
 def test_functions_are_short():

@@ -46,7 +46,7 @@ def test_a_wrong_stub_is_found(tmp_path):
     package.mkdir()
     (package / "__init__.pyi").write_text("")
     (package / "status.pyi").write_text("def error_text(number: int, more: int) -> str: ...\n")
-    done = stubtest(tmp_path, "aiote_native.status", search=tmp_path)
+    done = stubtest(tmp_path, "aiote_native.system.base", search=tmp_path)
     assert done.returncode == 1
     assert "error_text" in done.stdout
     assert "StatusError" in done.stdout

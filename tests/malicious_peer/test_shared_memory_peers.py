@@ -19,7 +19,7 @@ from aiote.aio import hand_over
 from aiote.core.control_frames import ShareRefused, ShareRequest
 from aiote.core.descriptor import SharedDescriptor
 from aiote.links.sharing import MAX_GRANTS, _Asked
-from aiote_native.sharedpages import SEALS, SharedPages
+from aiote_native.system.wakeups import SEALS, SharedPages
 from support.engines.opening import linked, opened, pair, served_on, until
 from support.rails.shared_memory import F_SEAL_FUTURE_WRITE, SIZE, descriptors, forged, mappings, read_only
 

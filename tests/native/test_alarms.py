@@ -10,7 +10,7 @@ import time
 import pytest
 
 import aiote
-from aiote_native.clocks import NativeAlarm
+from aiote_native.system.base import NativeAlarm
 
 
 def readable(alarm: NativeAlarm, seconds: float) -> bool:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.buffers import AcquiredBuffer, acquire
+from aiote_native.system.buffers import AcquiredBuffer, acquire
 
 
 class Cuda:

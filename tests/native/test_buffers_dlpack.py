@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.buffers import acquire
+from aiote_native.system.buffers import acquire
 from support.gpu.dlpack import DLTensor
 
 # -- a DLPack exporter made of ctypes, after https://dmlc.github.io/dlpack/latest/c_api.html

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiote_native.peer_wakeups import WakeupEvent
+from aiote_native.system.wakeups import WakeupEvent
 from support.engines.wakeup_page import BUSY, GATES, own_page
 from support.rails.rail_pair import KINDS, Pair, Rails, filled, opened
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import aiote
 from aiote.errors import UsageError
 from aiote.testing import UNRULY, Fabric, NicModel, run
-from aiote_native.gathering import plan
+from aiote_native.engine.posting import plan_gathering
 from support.engines.opening import PATIENCE_S, across, linked
 
 PAGE = 16384
@@ -39,7 +39,7 @@ def offsets(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_every_page_is_in_one_request(where, page, max_sge, most, bytes_most):
     """Cut at the pages' ends, the SGEs of all requests are the pages, in their order."""
     local, remote = ([page * number for number in side] for side in where)
-    requests = plan(page, local, remote, max_sge, most, bytes_most)
+    requests = plan_gathering(page, local, remote, max_sge, most, bytes_most)
     pages = [
         (near + at, far + at) for request in requests for near, far, length in request for at in range(0, length, page)
     ]
@@ -58,7 +58,7 @@ def test_every_page_is_in_one_request(where, page, max_sge, most, bytes_most):
 def test_no_request_ends_early(where, max_sge):
     """One more page would have been one SGE too many, or one page too many."""
     local, remote = ([4096 * number for number in side] for side in where)
-    requests = plan(4096, local, remote, max_sge, 32, 1 << 18)
+    requests = plan_gathering(4096, local, remote, max_sge, 32, 1 << 18)
     for request, following in itertools.pairwise(requests):
         near, far, length = request[-1]
         full = sum(length for _, _, length in request) == 32 * 4096
@@ -131,7 +131,7 @@ def test_round_robin_posts_every_page_by_itself():
 @pytest.mark.parametrize(("remote", "max_sge"), [([0], 4), ([0, 4096], 5), ([0, 4096], 0)])
 def test_an_impossible_plan_is_refused(remote, max_sge):
     with pytest.raises(ValueError, match="offsets"):
-        plan(4096, [0, 8192], remote, max_sge, 32, 1 << 18)
+        plan_gathering(4096, [0, 8192], remote, max_sge, 32, 1 << 18)
 
 
 @pytest.mark.parametrize("max_sge", [0, 5])

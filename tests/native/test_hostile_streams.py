@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from aiote_native.counters import ImmCounters
-from aiote_native.streams.sockets import parse
+from aiote_native.counters.table import ImmCounters
+from aiote_native.streams.endpoints import parse
 from support import TESTS
 from support.checkout.compiled import preloaded, shared
 from support.engines.opening import run_script
@@ -182,7 +182,7 @@ BROKEN_SENDS = """
 READS = """
     import ctypes, mmap, socket, sys
     sys.path.append(sys.argv[1])
-    from aiote_native.streams.sockets import parse
+    from aiote_native.streams.endpoints import parse
     from support.rails.rail_pair import Kind, opened
     from support.rails.raw_ring import READ, Frame
 

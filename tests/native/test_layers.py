@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.layers import OfferedLayers, PushedLayers, row_fault
+from aiote_native.requests.prepared import OfferedLayers, PushedLayers, row_fault
 
 NUMBERS = st.integers(0, 12)
 

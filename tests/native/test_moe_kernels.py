@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aiote.moe import kernels
-from aiote_native.moe import use_avx2
+from aiote_native.kernels.moe import use_avx2
 from support import machine
 from support.moe import twins as moe_twins
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from aiote.errors import FabricError
-from aiote_native.core import Core
-from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent, parse_address
-from aiote_native.waits import CounterWait
+from aiote_native.counters.waits import CounterWait
+from aiote_native.engine.core import Core
+from aiote_native.system.wakeups import PeerWakeup, WakeupEvent, parse_address
 from support.engines.wakeup_page import PAGE, own_page
 from support.rails.rail_pair import KINDS, Pair, opened
 

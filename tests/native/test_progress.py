@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from aiote_native.core import Core
+from aiote_native.engine.core import Core
 from support.rails.rail_pair import KINDS, LIMIT_S, Kind, Pair, Side, filled, opened, readable
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.provider)

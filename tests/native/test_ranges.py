@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiote_native.ranges import RangeTable
+from aiote_native.counters.table import RangeTable
 
 numbers, peers = st.integers(0, 31), st.integers(0, 31)
 VALUES = 400

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aiote_native.streams.rings import RingEndpoint
-from aiote_native.streams.sockets import parse
+from aiote_native.streams.endpoints import RingEndpoint, parse
 from support.engines.opening import run_script
 from support.rails.rail_pair import Kind, Memory, Pair, Side, filled, opened
 from support.rails.raw_ring import (

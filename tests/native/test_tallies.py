@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.tallies import ImmTally
+from aiote_native.counters.table import ImmTally
 from reference.channel_counts import ChannelCounts
 
 MAX_ENTRIES = 16384

@@ -21,9 +21,9 @@ from aiote.core import striping
 from aiote.core.paging import PageList
 from aiote.core.striping import IMM_LIMIT, MAX_COUNTED, encode_immediate
 from aiote.errors import UsageError
-from aiote_native.counters import ImmCounters, Ticket
-from aiote_native.posting import plan
-from aiote_native.workrequests import PageIndex
+from aiote_native.counters.table import ImmCounters, Ticket
+from aiote_native.engine.posting import plan
+from aiote_native.requests.operations import PageIndex
 from reference import imm_counters as plain_counters
 
 U64 = 2**64 - 1

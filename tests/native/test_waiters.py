@@ -11,8 +11,8 @@ import weakref
 import pytest
 
 from aiote.aio.waiting import wake
-from aiote_native.core import Core
-from aiote_native.waiters import NativeWaiter
+from aiote_native.engine.core import Core
+from aiote_native.requests.operations import NativeWaiter
 
 
 def waiter() -> NativeWaiter:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiote_native.buffers import acquire
-from aiote_native.core import Core
-from aiote_native.waits import CounterWait, ValueWatch, read_value
+from aiote_native.counters.waits import CounterWait, ValueWatch, read_value
+from aiote_native.engine.core import Core
+from aiote_native.system.buffers import acquire
 from support.machine import LONG
 from support.rails.rail_pair import KINDS, LIMIT_S, Kind, Pair, opened, readable
 

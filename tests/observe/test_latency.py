@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import aiote
 from aiote.observe.latency import BOUNDS, Histogram, Latencies
 from aiote.observe.wrapping import VERBS, wrap_verbs
-from aiote_native.timing import bucket
+from aiote_native.engine.progress import bucket
 from support.engines.opening import across, linked
 
 

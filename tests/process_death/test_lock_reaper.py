@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 import aiote
 from aiote.rails.lock_reaper import LOOKS, SCHEME, LockReaper
 from aiote.rails.stale_files import SHARED_MEMORY, mark
-from aiote_native.libfabric.spinlocks import SpinLock
+from aiote_native.libfabric.device import SpinLock
 from support.engines.opening import LOST_SOON, opened, served_on
 
 pytestmark = pytest.mark.libfabric

@@ -13,7 +13,7 @@ import pytest
 from aiote import UsageError
 from aiote.machine import addresses as host_addresses
 from aiote.machine.addresses import addresses, in_order, nearest
-from aiote_native.streams.sockets import parse
+from aiote_native.streams.endpoints import parse
 from support.engines.opening import PATIENCE_S
 from support.network.namespaces import ENVIRONMENT, Network
 

@@ -3,8 +3,8 @@
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
+from aiote_native.engine.structs cimport OP_SEND, OP_WRITE, Completion, Post, WorkRequest
 from aiote_native.libfabric.endpoint cimport LibfabricEndpoint
-from aiote_native.structs cimport Completion, OP_SEND, OP_WRITE, Post, WorkRequest
 
 
 def after_shut(LibfabricEndpoint endpoint):

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote_native.cuda.driver import load
-from aiote_native.cuda.flushing import needs_flush
+from aiote_native.cuda.driver import load, needs_flush
 from support.engines.opening import across, until
 from support.gpu.standin_cuda import GpuArray, broken, driver, standin_path
 from support.network.guest_switch import over_switch

@@ -14,17 +14,14 @@ from libc.string cimport memset
 
 import os
 
-from aiote_native.core cimport Core
-from aiote_native.descriptors cimport watch_descriptor
-from aiote_native.peer_wakeups cimport PeerWakeup
-from aiote_native.pending cimport has_work
-from aiote_native.posting cimport op_start
-from aiote_native.progress cimport Progress, progress_once
-from aiote_native.resting cimport announce
-from aiote_native.status cimport check
-from aiote_native.structs cimport (
-    Channel, Completion, Done, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest, Worklists)
-from aiote_native.worklists cimport list_channel
+from aiote_native.engine.core cimport Core
+from aiote_native.engine.posting cimport has_work, op_start
+from aiote_native.engine.progress cimport Progress, announce, progress_once, watch_descriptor
+from aiote_native.engine.structs cimport (
+    OP_WRITE, Channel, Completion, Done, Op, PeerState, Post, RailOps, WorkRequest, Worklists)
+from aiote_native.engine.worklists cimport list_channel
+from aiote_native.system.base cimport check
+from aiote_native.system.wakeups cimport PeerWakeup
 
 cdef extern from *:
     """

@@ -5,12 +5,12 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from aiote_native.core cimport Core
-from aiote_native.messages cimport (
+from aiote_native.channels.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
-from aiote_native.progress cimport progress_once
-from aiote_native.structs cimport Channel, Completion, OP_RECV, PeerState, Post, RailOps, Slot, WorkRequest
-from aiote_native.worklists cimport list_channel
+from aiote_native.engine.core cimport Core
+from aiote_native.engine.progress cimport progress_once
+from aiote_native.engine.structs cimport OP_RECV, Channel, Completion, PeerState, Post, RailOps, Slot, WorkRequest
+from aiote_native.engine.worklists cimport list_channel
 
 cdef enum:
     SLOTS = 4

@@ -10,11 +10,12 @@ from libc.stdlib cimport calloc, free
 
 from array import array
 
-from aiote_native.core cimport Core
-from aiote_native.posting cimport State, give_back, op_completed
-from aiote_native.recovery cimport Account, contradiction, redo_all
-from aiote_native.structs cimport Channel, Completion, MAX_CHANNELS, MAX_PARTS, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest
-from aiote_native.tallies cimport tally_add, tally_free
+from aiote_native.channels.failover cimport Account, contradiction, redo_all
+from aiote_native.counters.table cimport tally_add, tally_free
+from aiote_native.engine.core cimport Core
+from aiote_native.engine.posting cimport give_back, op_completed
+from aiote_native.engine.structs cimport (
+    MAX_CHANNELS, MAX_PARTS, OP_WRITE, Channel, Completion, Op, PeerState, Post, RailOps, State, WorkRequest)
 
 PARTS = MAX_PARTS
 

@@ -7,8 +7,7 @@ import threading
 from typing import Any
 
 import aiote
-from aiote_native.provider import NativeDevice, NicRegistration
-from aiote_native.status import StatusError
+from aiote_native.system.base import NativeDevice, NicRegistration, StatusError
 from support.engines.opening import PATIENCE_S
 
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from aiote_native.peer_wakeups import WakeupEvent
+from aiote_native.system.wakeups import WakeupEvent
 
 SLOTS = 1000
 GATES, BUSY = 64 + 4 * SLOTS, 64 + 8 * SLOTS

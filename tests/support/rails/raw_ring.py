@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiote.rails import RemoteMemory
-from aiote_native.peer_wakeups import WakeupEvent
+from aiote_native.system.wakeups import WakeupEvent
 from support.rails.rail_pair import Memory, Side
 
 SCHEME = b"aiote-ring://"

@@ -6,7 +6,7 @@ import fcntl
 import os
 from contextlib import suppress
 
-from aiote_native.sharedpages import SEALS
+from aiote_native.system.wakeups import SEALS
 
 SIZE = 3 * 4096 + 5
 NAME = "memfd:aiote-shared"

@@ -1,0 +1,1 @@
+"""Peers, their channels, the failover between these, and messages."""

@@ -1,0 +1,1 @@
+"""Counts of immediates, and the waits for them."""

@@ -1,1 +1,0 @@
-cdef int flush_writes(void* context) noexcept nogil

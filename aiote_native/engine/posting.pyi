@@ -1,0 +1,6 @@
+def plan(
+    length: int, lanes: int, largest: int, smallest: int, counted: bool
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]: ...
+def plan_gathering(
+    page: int, local: list[int], remote: list[int], max_sge: int, most: int, bytes_most: int
+) -> list[list[tuple[int, int, int]]]: ...

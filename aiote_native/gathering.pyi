@@ -1,3 +1,0 @@
-def plan(
-    page: int, local: list[int], remote: list[int], max_sge: int, most: int, bytes_most: int
-) -> list[list[tuple[int, int, int]]]: ...

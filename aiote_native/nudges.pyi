@@ -1,3 +1,0 @@
-from aiote_native.core import Core
-
-def nudge(core: Core) -> None: ...

@@ -1,3 +1,0 @@
-def plan(
-    length: int, lanes: int, largest: int, smallest: int, counted: bool
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]: ...

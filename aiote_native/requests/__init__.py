@@ -1,0 +1,1 @@
+"""Requests: checked, submitted and awaited."""

@@ -1,3 +1,0 @@
-from aiote_native.sim.ports import SimEndpoint
-
-class NullEndpoint(SimEndpoint): ...

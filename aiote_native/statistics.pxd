@@ -1,3 +1,0 @@
-from aiote_native.progress cimport Progress
-
-cdef dict statistics_of(Progress* engine)

@@ -1,0 +1,23 @@
+from aiote_native.cuda.driver import CopyQueues
+from aiote_native.system.base import NativeDevice, NativeEndpoint, NicRegistration
+
+class StreamDevice(NativeDevice):
+    def __init__(self, shares: bool = False) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def register(self, address: int, length: int, writable: bool = True, access: int = 3) -> StreamMemory: ...
+    def register_gpu(self, address: int, length: int, writable: bool = True, access: int = 3) -> StreamMemory: ...
+
+class StreamMemory(NicRegistration):
+    def __init__(
+        self,
+        device: StreamDevice,
+        address: int,
+        length: int,
+        writable: bool,
+        access: int,
+        gpu: CopyQueues | None = None,
+    ) -> None: ...
+    def enlist(self) -> None: ...
+
+class StreamEndpoint(NativeEndpoint): ...

@@ -1,0 +1,1 @@
+"""Return codes, forks, clocks, wake-ups, and memory of callers."""
