@@ -1,4 +1,5 @@
-/* Sums of rows in float32, for aiote_native.moe: with AVX2 and F16C where the processor has them, otherwise in plain C.
+/* Sums of rows in float32, for aiote_native.kernels.moe: with AVX2 and F16C where the processor has them, otherwise in
+ * plain C.
  *
  * Both give the same bits: each product is rounded before it is added (no fused multiply-add: build with
  * -ffp-contract=off), the rows are added in order, and every NaN is written as one pattern. Rounding to bfloat16 and
