@@ -650,7 +650,7 @@ cdef enum:
     PAUSE_US = 10_000
 
 
-cdef Export* take_export(Giver* self, const AioteRequest* request) noexcept nogil:
+cdef Export* export_for(Giver* self, const AioteRequest* request) noexcept nogil:
     """Return the export with a request's token, or NULL; its owner does not free it before `leave_export`."""
     cdef Export* made
     pthread_mutex_lock(&self.registry.lock)
@@ -674,7 +674,7 @@ cdef void serve(Giver* self, int asking) noexcept nogil:
     cdef uint64_t i
     cdef bint sent = True
     while sent and aiote_hear(asking, &request):
-        made = take_export(self, &request)
+        made = export_for(self, &request)
         if made == NULL:
             batch.code, batch.count = -EACCES, 0
         else:
