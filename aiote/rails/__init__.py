@@ -9,6 +9,7 @@ from aiote_native.channels.peers import PeerLink, Pulse, check_pulses, deliver
 from aiote_native.counters.waits import CounterHandle, CounterWait, CountRow, SourceRange, ValueWatch, read_value
 from aiote_native.cuda.driver import EventPool
 from aiote_native.engine.core import Core
+from aiote_native.engine.provider import NativeEndpoint
 from aiote_native.requests.operations import (
     Flight,
     LocalMemory,
@@ -45,15 +46,7 @@ from aiote_native.requests.request import (
     try_submit_pages,
 )
 from aiote_native.requests.threaded import ArmedRun, Direct, arm
-from aiote_native.system.base import (
-    ForkError,
-    NativeAlarm,
-    NativeEndpoint,
-    OwnLoop,
-    StatusError,
-    after_fork,
-    error_text,
-)
+from aiote_native.system.base import ForkError, NativeAlarm, OwnLoop, StatusError, after_fork, error_text
 from aiote_native.system.buffers import AcquiredBuffer, acquire, check_elements, section, unfolded_bytes
 from aiote_native.system.wakeups import SharedPages, guarded_socket, parse_address
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from aiote_native.system.base import NativeDevice, NativeEndpoint
+from aiote_native.engine.provider import NativeDevice, NativeEndpoint
 
 if TYPE_CHECKING:
     from ..machine.topology import Place

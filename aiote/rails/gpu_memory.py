@@ -21,7 +21,7 @@ from .dmabuf import EXPORTERS, DmaBuf, export_dmabuf
 from .reach import Reach, reach_of, stages
 
 if TYPE_CHECKING:
-    from aiote_native.system.base import NicRegistration
+    from aiote_native.engine.provider import NicRegistration
     from aiote_native.system.buffers import AcquiredBuffer
 
     from .contract import Rail

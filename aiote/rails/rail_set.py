@@ -14,8 +14,9 @@ from aiote_native.channels.peers import PeerLink, pool_bytes
 from aiote_native.cuda.driver import EventPool
 from aiote_native.cuda.driver import device_of as device_at
 from aiote_native.engine.core import Core, nudge
+from aiote_native.engine.provider import NativeEndpoint
 from aiote_native.requests.operations import LocalMemory
-from aiote_native.system.base import NativeEndpoint, StatusError
+from aiote_native.system.base import StatusError
 from aiote_native.system.buffers import AcquiredBuffer, acquire
 from aiote_native.system.wakeups import PeerWakeup, WakeupEvent
 

@@ -9,8 +9,8 @@ from aiote_native.cuda.driver import error_of, load
 from aiote_native.system.base import error_text
 
 if TYPE_CHECKING:
+    from aiote_native.engine.provider import NicRegistration
     from aiote_native.requests.operations import LocalMemory
-    from aiote_native.system.base import NicRegistration
 
     from .contract import Rail
 

@@ -11,8 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiote_native.engine.provider import NativeEndpoint
 from aiote_native.sim.world import NullEndpoint, SimDevice, SimEndpoint, World
-from aiote_native.system.base import NativeEndpoint, StatusError
+from aiote_native.system.base import StatusError
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits

@@ -20,7 +20,7 @@ from aiote_native.engine.structs cimport (
     PeerState, Post, WorkRequest)
 from aiote_native.engine.worklists cimport pend
 from aiote_native.requests.operations cimport Operation
-from aiote_native.system.base cimport NativeEndpoint
+from aiote_native.engine.provider cimport NativeEndpoint
 
 # Do again on the other channels what a failed channel has lost, so that every count stays right.
 #

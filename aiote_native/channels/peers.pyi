@@ -3,7 +3,7 @@ from typing import Any, TypeVar, overload
 
 from aiote_native.channels.failover import ChannelSet
 from aiote_native.requests.operations import LocalMemory
-from aiote_native.system.base import NativeEndpoint
+from aiote_native.engine.provider import NativeEndpoint
 from aiote_native.system.wakeups import PeerWakeup
 
 class PeerLink(ChannelSet):

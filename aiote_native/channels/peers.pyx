@@ -23,7 +23,7 @@ from aiote_native.engine.structs cimport (
     ECANCELED, MAX_CHANNELS, MAX_RAILS, OP_WRITE, Channel, Completion, Mailbox, Op, Post, Slot, WorkRequest)
 from aiote_native.engine.worklists cimport list_channel, pend, unlist_channel, unpend
 from aiote_native.requests.operations cimport LocalMemory
-from aiote_native.system.base cimport NativeEndpoint
+from aiote_native.engine.provider cimport NativeEndpoint
 from aiote_native.system.wakeups cimport WAKEUP_SLOTS, PeerWakeup
 
 # The life of a channel: how it is made, shut after a failure, and closed.

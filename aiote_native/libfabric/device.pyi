@@ -1,6 +1,6 @@
 from typing import Any
 
-from aiote_native.system.base import NativeDevice, NicRegistration
+from aiote_native.engine.provider import NativeDevice, NicRegistration
 
 def probe(path: str, defaults: dict[str, str]) -> tuple[str, int, int]: ...
 def load(path: str, defaults: dict[str, str]) -> tuple[int, int]: ...

@@ -3,7 +3,7 @@ from contextvars import Context
 from typing import Any, Self
 
 from aiote_native.cuda.driver import EventPool
-from aiote_native.system.base import NativeDevice, NicRegistration
+from aiote_native.engine.provider import NativeDevice, NicRegistration
 from aiote_native.system.buffers import AcquiredBuffer
 
 class Waitable:

@@ -1,6 +1,7 @@
 from struct import Struct
 
-from aiote_native.system.base import Clock, NativeDevice, NativeEndpoint, NicRegistration
+from aiote_native.engine.provider import NativeDevice, NativeEndpoint, NicRegistration
+from aiote_native.system.base import Clock
 
 HAPPENINGS: tuple[str, ...]
 

@@ -17,7 +17,8 @@ from aiote_native.sim.traffic cimport (
     SAW_POST, Alarm, Entry, Fault, Item, Memory, Model, Net, Nic, Receive, Seen, SimPort, Work, change_nic, close_works,
     draw, find_endpoint, find_memory, free_work, net_now, plan_work, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_unlock, put, run_due, saw, serve_queue, set_alarm_clock, take_out)
-from aiote_native.system.base cimport Clock, ClockOps, NativeDevice, check, check_process, fork_epoch
+from aiote_native.engine.provider cimport NativeDevice
+from aiote_native.system.base cimport Clock, ClockOps, check, check_process, fork_epoch
 
 # The simulated network as Python sees it: its time, its faults, and the record of what happened.
 

@@ -1,5 +1,5 @@
 from aiote_native.cuda.driver import CopyQueues
-from aiote_native.system.base import NativeDevice, NativeEndpoint, NicRegistration
+from aiote_native.engine.provider import NativeDevice, NativeEndpoint, NicRegistration
 
 class StreamDevice(NativeDevice):
     def __init__(self, shares: bool = False) -> None: ...

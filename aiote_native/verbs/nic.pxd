@@ -1,6 +1,6 @@
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
-from aiote_native.system.base cimport NativeDevice, NicRegistration
+from aiote_native.engine.provider cimport NativeDevice, NicRegistration
 from aiote_native.verbs.ibverbs cimport (
     ibv_async_event, ibv_comp_channel, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_mr, ibv_pd,
     ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr, ibv_recv_wr, ibv_srq, ibv_srq_init_attr, ibv_td,

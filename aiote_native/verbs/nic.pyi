@@ -1,6 +1,6 @@
 from typing import Any
 
-from aiote_native.system.base import NativeDevice, NicRegistration
+from aiote_native.engine.provider import NativeDevice, NicRegistration
 
 def load(path: str = "libibverbs.so.1") -> None: ...
 def event_name(event: int) -> str: ...

@@ -1,4 +1,4 @@
-from aiote_native.system.base import NativeEndpoint
+from aiote_native.engine.provider import NativeEndpoint
 from aiote_native.verbs.nic import VerbsDevice
 
 class PeerAddress:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote_native.system.base import NativeDevice
+from aiote_native.engine.provider import NativeDevice
 from support import TESTS
 from support.engines.opening import PATIENCE_S, go_round, linked, opened, round_trips, run_script, until
 from support.engines.slow_registration import PinningDevice, pinning

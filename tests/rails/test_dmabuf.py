@@ -25,8 +25,9 @@ from aiote.rails.contract import Traits
 from aiote.rails.dmabuf import DmaBuf, export_dmabuf
 from aiote.rails.gpu_memory import register_gpu
 from aiote_native.cuda.driver import load
+from aiote_native.engine.provider import NativeDevice, NicRegistration
 from aiote_native.requests.operations import LocalMemory
-from aiote_native.system.base import NativeDevice, NicRegistration, StatusError
+from aiote_native.system.base import StatusError
 from aiote_native.system.buffers import acquire
 from support.gpu.standin_cuda import driver, failing, gpu_copy, standin_path
 from support.process.open_resources import descriptors

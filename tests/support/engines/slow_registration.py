@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 import aiote
-from aiote_native.system.base import NativeDevice, NicRegistration, StatusError
+from aiote_native.engine.provider import NativeDevice, NicRegistration
+from aiote_native.system.base import StatusError
 from support.engines.opening import PATIENCE_S
 
 
