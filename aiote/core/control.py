@@ -238,6 +238,16 @@ class ControlProtocol:
         return self._seal_out is not None and self._local_state is not State.ENDED and not self._terminal
 
     @property
+    def seals(self) -> tuple[Seal, Seal] | None:
+        """The seals of sent and of received frames, once both sides are authenticated."""
+        return None if self._seal_out is None or self._seal_in is None else (self._seal_out, self._seal_in)
+
+    @property
+    def is_within_frame(self) -> bool:
+        """Whether a part of a frame has been received."""
+        return self._reader.pending > 0
+
+    @property
     def is_over(self) -> bool:
         """Whether the connection is finished: the caller closes it once it has sent the remaining bytes."""
         return self._terminal or (self._state is State.ENDED and self._local_state is State.ENDED)

@@ -432,23 +432,29 @@ def frame(body: bytes, seal: Seal | None = None) -> bytes:
     length = len(body) + (0 if seal is None else TAG_BYTES)
     if length > limit:
         raise UsageError(f"a frame of {length} bytes is over the limit of {limit}")
-    tag = b"" if seal is None else seal.tag(body)
-    return length.to_bytes(_LENGTH_BYTES, "big") + body + tag
+    if seal is None:
+        return length.to_bytes(_LENGTH_BYTES, "big") + body
+    sealed = seal.next_frame(body)
+    seal.sequence += 1
+    return sealed
 
 
 class Seal:
-    """Makes and verifies the tags of one direction of a session, frame by frame, in order."""
+    """Makes and verifies the tags of one direction of a session, in order. `sequence` numbers the next frame."""
 
     def __init__(self, key: bytes, direction: int) -> None:
         self._key = key
         self._direction = bytes((direction,))
-        self._sequence = 0
+        self.sequence = 0
 
     def tag(self, body: bytes) -> bytes:
-        """Return the tag of the next frame, whose type byte and payload are `body`."""
-        number = self._sequence.to_bytes(8, "big")
-        self._sequence += 1
+        """Return the tag of the next frame, whose type byte and payload are `body`. The frame stays the next one."""
+        number = self.sequence.to_bytes(8, "big")
         return hmac.digest(self._key, self._direction + number + body, "sha256")[:TAG_BYTES]
+
+    def next_frame(self, body: bytes) -> bytes:
+        """Return the whole next frame. It stays the next one until `sequence` grows."""
+        return (len(body) + TAG_BYTES).to_bytes(_LENGTH_BYTES, "big") + body + self.tag(body)
 
     def open(self, sealed: bytes) -> bytes:
         """Return the type byte and payload of the next frame; raises ControlError if its tag is wrong."""
@@ -458,6 +464,7 @@ class Seal:
                 "a frame has a wrong tag: it was changed or repeated, one before it was lost, or it "
                 "is of another session"
             )
+        self.sequence += 1
         return body
 
 
