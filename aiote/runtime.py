@@ -19,7 +19,7 @@ from .core.control_frames import ShareRequest
 from .errors import ClosedError, UsageError
 from .host import bind_host, host_identity
 from .observe import Events
-from .rails import RailSet, after_fork
+from .rails import BeatCounts, RailSet, after_fork
 
 if TYPE_CHECKING:
     from .aio import LoopTask, Waiter
@@ -57,7 +57,7 @@ class Runtime:
         self.config = config
         self.loop = current_loop()
         self.events = Events()
-        self.heartbeats_sent = self.heartbeats_heard = 0
+        self.heartbeats = BeatCounts()
         self.waiters: set[Waiter] = set()
         """The waiters that the close of the engine wakes, whatever they wait for."""
         self.wait_times: WaitTimes | None = None
@@ -166,8 +166,8 @@ class Runtime:
     def outer_counts(self) -> dict[str, object]:
         """Return the counts that are kept outside of the native core."""
         return {
-            "heartbeats_sent": self.heartbeats_sent,
-            "heartbeats_heard": self.heartbeats_heard,
+            "heartbeats_sent": self.heartbeats.sent,
+            "heartbeats_heard": self.heartbeats.heard,
             "events": self.events.counted,
             "failed": tuple(self.events.failed(rail.name) for rail in self.rail_set.rails),
         }

@@ -2,23 +2,29 @@
 
 One task reads and one task writes, so any code can send a message without waiting. If the peer does not read, the
 connection keeps at most `MAX_UNSENT` bytes; one more message ends the connection.
+
+To plain TCP the connection writes through a `ControlSocket`, past the stream. Heartbeats then need neither task, and
+stay in order with the other frames.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute, SocketListener, TaskGroup
+from anyio.abc import ByteStream, SocketAttribute, SocketListener, SocketStream, TaskGroup
 from anyio.streams.tls import TLSStream
 
 from ..core.address import Address
 from ..core.control import ControlError, ControlProtocol, Event, MessageReceived
-from ..core.control_frames import Bye, SessionMessage
+from ..core.control_frames import Bye, Heartbeat, SessionMessage, encode
 from ..errors import PeerError, PeerRefusedError
+from ..rails import ControlSocket
 from .loops import EventLoop, LoopTask, report
 from .waiting import Condition
 
@@ -50,6 +56,7 @@ class ControlConnection:
         self.linger = 0.0
         self._loop = loop
         self._stream = stream
+        self._socket: ControlSocket | None = None
         self._outgoing = Condition(loop)
         self._changed = Condition(loop)
         self._unsent = bytearray()
@@ -61,6 +68,7 @@ class ControlConnection:
 
     def start(self) -> None:
         """Start the tasks that read and write."""
+        self._socket = plain_socket(self._stream)
         self._tasks = [
             self._loop.spawn(self._read, name=f"aiote control {self.name} read"),
             self._loop.spawn(self._write, name=f"aiote control {self.name} write"),
@@ -86,10 +94,27 @@ class ControlConnection:
         data = self.protocol.data_to_send()
         if not data:
             return  # most received messages need no answer, so do not wake the writer in vain
-        self._unsent += data
+        self._queue(data)
         if len(self._unsent) > MAX_UNSENT:
             self.end("it does not read what we send it")
+
+    def _queue(self, data: bytes) -> None:
+        self._unsent += data
+        if self._socket is not None:
+            self._socket.busy = True
         self._outgoing.wake_all()
+
+    def carry_heartbeats(self) -> ControlSocket | None:
+        """Return a socket through which native code sends and hears heartbeats from now on, until the connection ends.
+
+        Returns None if the stream is not plain TCP.
+        """
+        seals = self.protocol.seals
+        if self._socket is None or self._ended or seals is None:
+            return None
+        self._socket.carry(encode(Heartbeat()), *seals, self._queue)
+        self._socket.wake_after_read(self.protocol.is_within_frame)
+        return self._socket
 
     def end(self, reason: str) -> None:
         """Mark the connection as ended and call `on_end`. `aclose` still tries to send the queued bytes. Idempotent."""
@@ -97,6 +122,8 @@ class ControlConnection:
             return
         self._ended = True
         self.reason = reason
+        if self._socket is not None:
+            self._socket.carry_none()
         self._outgoing.wake_all()
         if self.on_end is not None:
             self.on_end(reason)
@@ -129,6 +156,8 @@ class ControlConnection:
                 await self._close_stream(patience)
 
     async def _close_stream(self, patience: float) -> None:
+        if self._socket is not None:
+            self._socket.close()
         with anyio.move_on_after(patience):
             try:
                 await self._stream.aclose()
@@ -143,6 +172,8 @@ class ControlConnection:
                 data = await self._stream.receive(READ_BYTES)
                 self._emit(self.protocol.receive(data))
                 self.flush()
+                if self._socket is not None:
+                    self._socket.wake_after_read(self.protocol.is_within_frame)
                 if self.protocol.is_over:
                     self.end("it ended the connection")
         except anyio.EndOfStream:
@@ -176,16 +207,46 @@ class ControlConnection:
     async def _write(self) -> None:
         try:
             while True:
-                if self._unsent:
+                if self._unsent and self._socket is not None:
+                    await self._write_to(self._socket)
+                elif self._unsent:
                     data = bytes(self._unsent)
                     self._unsent.clear()
                     await self._stream.send(data)
                 elif self._ended:
                     return
                 else:
+                    if self._socket is not None:
+                        # After the last message there are no heartbeats either.
+                        self._socket.busy = not self.protocol.is_authenticated
                     await self._outgoing.wait()
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError) as error:
             self.end(f"the connection broke: {describe(error)}")
+
+    async def _write_to(self, plain: ControlSocket) -> None:
+        """Write what the socket takes now, or wait until it takes more."""
+        sent = plain.send(self._unsent)
+        del self._unsent[:sent]
+        if not sent:
+            # The stream's own descriptor belongs to its transport, and asyncio watches no such descriptor for others.
+            mine = os.dup(plain.fileno())
+            try:
+                await anyio.wait_writable(mine)
+            finally:
+                os.close(mine)
+
+
+def plain_socket(stream: ByteStream) -> ControlSocket | None:
+    """Return the socket of a stream of plain TCP; None for another stream, or if no descriptor is left."""
+    if not isinstance(stream, SocketStream):
+        return None
+    raw = stream.extra(SocketAttribute.raw_socket)
+    # Other loops' sockets (uvloop's) keep their number when their transport closes them.
+    follows = isinstance(raw, socket.socket | TransportSocket)
+    try:
+        return ControlSocket(raw, duplicate=not follows)
+    except OSError:
+        return None
 
 
 def describe(error: BaseException) -> str:

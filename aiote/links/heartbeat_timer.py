@@ -11,7 +11,7 @@ from ..rails import check_pulses
 
 if TYPE_CHECKING:
     from ..aio import EventLoop
-    from ..rails import Pulse
+    from ..rails import BeatCounts, Pulse
 
 __all__ = ["EARLY", "HeartbeatTimer"]
 
@@ -26,13 +26,15 @@ class HeartbeatTimer:
     latest.
 
     When one beat is due, the timer looks at all of them, so even many peers wake the event loop rarely. One native pass
-    over their pulses (`check_pulses`) skips the beats that have nothing to do; a beat without a pulse is called each
-    time. Before each pass, `tell` counts up the heartbeats that the peers on this host read in shared memory, so that
-    they see this one no later than a sent heartbeat. Without beats no task runs.
+    over their pulses (`check_pulses`) skips the beats that have nothing to do. The pass also sends and hears the
+    heartbeats of plain TCP connections, and adds them to `counts`. A beat without a pulse is called each time. Before
+    each pass, `tell` counts up the heartbeats that the peers on this host read in shared memory, so that they see this
+    one no later than a sent heartbeat. Without beats no task runs.
     """
 
-    def __init__(self, loop: EventLoop, tell: Callable[[], object] | None = None) -> None:
+    def __init__(self, loop: EventLoop, counts: BeatCounts, tell: Callable[[], object] | None = None) -> None:
         self._loop = loop
+        self._counts = counts
         self._tell = tell
         self._beats: dict[Callable[[float], float], Pulse | None] = {}
         self._changed = Condition(loop)
@@ -78,7 +80,7 @@ class HeartbeatTimer:
         """Call the beats that have something to do; return when to look again."""
         if self._tell is not None:
             self._tell()
-        wanted, due = check_pulses(self._beats, now, EARLY)
+        wanted, due = check_pulses(self._beats, now, EARLY, self._counts)
         return min([due, *[self._call_beat(beat, now) for beat in wanted if beat in self._beats]])
 
     def _call_beat(self, beat: Callable[[float], float], now: float) -> float:

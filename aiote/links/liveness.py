@@ -50,7 +50,7 @@ class Liveness:
             return math.inf
         if self.clock.is_due(now, EARLY):
             self._send(Heartbeat())
-            self._runtime.heartbeats_sent += 1
+            self._runtime.heartbeats.sent += 1
             self.clock.record_sent(now)
         soon = channels.deadline if channels is not None else None
         return min(self.clock.next_deadline(now), math.inf if soon is None else soon)

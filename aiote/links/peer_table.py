@@ -45,7 +45,7 @@ class ConnectionTable:
         self._ending = False
         self._tidying = False
         event = runtime.core.wakeup_event
-        self.heartbeats = HeartbeatTimer(runtime.loop, None if event is None else event.beat)
+        self.heartbeats = HeartbeatTimer(runtime.loop, runtime.heartbeats, None if event is None else event.beat)
         self.inbox = Inbox(runtime.loop, runtime.core)
         self.leases = GrantedLeases(runtime, self._session_of)
         self.sharing = Sharing(runtime, self.find_or_connect)

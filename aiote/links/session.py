@@ -146,7 +146,7 @@ class Session:
         self._liveness.clock.record_heard(self._runtime.loop.time())
         if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
             # A heartbeat has served its purpose once it was heard.
-            self._runtime.heartbeats_heard += 1
+            self._runtime.heartbeats.heard += 1
             return
         self._events.append(event)
         self._arrived.wake_all()
@@ -460,6 +460,8 @@ class Session:
                 self._runtime.events.emit("peer.connected", peer=connection.name)
                 if self._link is not None:
                     self._liveness.clock.follow_link(self._link, every_check=self.channels is not None)
+                if not self._liveness.clock.shared:
+                    self._liveness.clock.follow_socket(self._control.carry_heartbeats())
                 self._host.heartbeats.add(self._check_liveness, self._liveness.clock)
                 while not connection.lost:
                     await self._receive()

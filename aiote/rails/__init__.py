@@ -5,7 +5,8 @@ objects, whose names this module re-exports. Above it only `aiote.gpu` and `aiot
 kernels of their own.
 """
 
-from aiote_native.channels.peers import PeerLink, Pulse, check_pulses, deliver
+from aiote_native.channels.heartbeats import BeatCounts, ControlSocket, Pulse, check_pulses
+from aiote_native.channels.peers import PeerLink, deliver
 from aiote_native.counters.waits import CounterHandle, CounterWait, CountRow, SourceRange, ValueWatch, read_value
 from aiote_native.cuda.driver import EventPool
 from aiote_native.engine.core import Core
@@ -65,6 +66,8 @@ __all__ = [
     "WRITE",
     "AcquiredBuffer",
     "ArmedRun",
+    "BeatCounts",
+    "ControlSocket",
     "Core",
     "CountRow",
     "CounterHandle",

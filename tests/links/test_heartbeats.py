@@ -12,7 +12,9 @@ import pytest
 
 import aiote
 from aiote.aio import current_loop
+from aiote.core.control import ControlProtocol
 from aiote.links.heartbeat_timer import HeartbeatTimer
+from aiote.rails import BeatCounts
 from aiote.testing import Fabric, run
 from support.engines.opening import LOST_SOON, PATIENCE_S, go_round, linked, opened, pair, served_by_process, until
 
@@ -219,6 +221,29 @@ async def test_a_killed_peer_is_lost_before_any_time_limit(child):
 
 
 @pytest.mark.anyio
+async def test_over_plain_tcp_no_heartbeat_wakes_a_task(monkeypatch):
+    """One pass sends and hears them all, so a thousand idle peers cost system calls and little more."""
+    processed: list[int] = []
+    receive, send = ControlProtocol.receive, ControlProtocol.send
+    monkeypatch.setattr(ControlProtocol, "receive", lambda *given: processed.append(0) or receive(*given))
+    monkeypatch.setattr(ControlProtocol, "send", lambda *given: processed.append(1) or send(*given))
+    with anyio.fail_after(PATIENCE_S):
+        async with linked("socket", heartbeat_interval=0.1, heartbeat_timeout=NEVER_S) as (left, right):
+
+            def carried() -> int:
+                ours, theirs = left.statistics(), right.statistics()
+                return min(ours.heartbeats_heard, ours.heartbeats_sent, theirs.heartbeats_heard, theirs.heartbeats_sent)
+
+            await until(lambda: carried() > 1)
+            before, seen = len(processed), carried()
+            await until(lambda: carried() >= seen + 10)
+            # A machine that stood still meanwhile lets two come together, which the loop reads.
+            assert len(processed) - before <= 5
+            await left.send(right.address, b"still in order")
+            assert (await right.recv()).data == b"still in order"
+
+
+@pytest.mark.anyio
 async def test_a_beat_that_fails_stops_no_other(monkeypatch):
     reported: list[type] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: reported.append(kind))
@@ -232,7 +257,7 @@ async def test_a_beat_that_fails_stops_no_other(monkeypatch):
         return now + 0.001
 
     with anyio.fail_after(PATIENCE_S):
-        heartbeats = HeartbeatTimer(current_loop())
+        heartbeats = HeartbeatTimer(current_loop(), BeatCounts())
         heartbeats.add(fails)
         heartbeats.add(works)
         await until(lambda: len(beats) > 3)

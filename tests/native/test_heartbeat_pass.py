@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.heartbeat_clock import HeartbeatClock
-from aiote.rails import Pulse, check_pulses
+from aiote.rails import BeatCounts, Pulse, check_pulses
 from support.rails.rail_pair import Kind, Pair, filled, opened
 
 INTERVAL, LIMIT, EARLY = 1.0, 4.0, 0.25
@@ -75,7 +75,7 @@ def test_a_peer_whose_count_goes_on_lives_and_costs_no_call(pair):
     assert pulse.shared
     for step in range(1, 100):
         pair.b.core.wakeup_event.beat()
-        wanted, due = check_pulses({beat: pulse}, step / 2, EARLY)
+        wanted, due = check_pulses({beat: pulse}, step / 2, EARLY, BeatCounts())
         assert wanted == []
         assert step / 2 < due <= step / 2 + INTERVAL / 2
 
@@ -87,9 +87,9 @@ def test_a_peer_whose_count_stands_still_is_found_at_the_limit(pair, beats):
     for _ in range(beats):
         now += INTERVAL / 2
         pair.b.core.wakeup_event.beat()
-        assert check_pulses({beat: pulse}, now, EARLY)[0] == []
+        assert check_pulses({beat: pulse}, now, EARLY, BeatCounts())[0] == []
     last = now
-    while not check_pulses({beat: pulse}, now, EARLY)[0]:
+    while not check_pulses({beat: pulse}, now, EARLY, BeatCounts())[0]:
         now += INTERVAL / 4
     assert pulse.is_expired(now)
     assert last + LIMIT - INTERVAL <= now <= last + LIMIT
@@ -99,10 +99,10 @@ def test_a_peer_that_does_not_count_is_sent_heartbeats():
     with opened(Kind("socket")) as rails:
         pulse = followed(Pair.of(rails))
         assert not pulse.shared
-        assert check_pulses({beat: pulse}, 0.0, EARLY)[0] == [beat]
+        assert check_pulses({beat: pulse}, 0.0, EARLY, BeatCounts())[0] == [beat]
         pulse.record_sent(0.0)
-        assert check_pulses({beat: pulse}, 0.5, EARLY) == ([], 1.0)
-        assert check_pulses({beat: pulse}, 0.75, EARLY)[0] == [beat]
+        assert check_pulses({beat: pulse}, 0.5, EARLY, BeatCounts()) == ([], 1.0)
+        assert check_pulses({beat: pulse}, 0.75, EARLY, BeatCounts())[0] == [beat]
 
 
 def test_what_is_under_way_is_looked_at_until_it_has_been_seen_to_end(pair):
@@ -112,12 +112,12 @@ def test_what_is_under_way_is_looked_at_until_it_has_been_seen_to_end(pair):
     done = pair.a.write(pair.ab, source, target.remote)
     for _ in range(3):
         pair.b.core.wakeup_event.beat()
-        assert check_pulses({beat: pulse}, now, EARLY)[0] == [beat]
+        assert check_pulses({beat: pulse}, now, EARLY, BeatCounts())[0] == [beat]
         now += INTERVAL / 2
     pair.rails.finish(done)
     for expected in ([beat], [], []):
         pair.b.core.wakeup_event.beat()
-        assert check_pulses({beat: pulse}, now, EARLY)[0] == expected
+        assert check_pulses({beat: pulse}, now, EARLY, BeatCounts())[0] == expected
         now += INTERVAL / 2
 
 
@@ -126,13 +126,13 @@ def test_those_without_a_pulse_and_the_attentive_are_called_each_time(pair):
     pulse.every_check = True
     others = [lambda _now: 0.0, lambda _now: 1.0]
     beats = {others[0]: None, beat: pulse, others[1]: None}
-    assert check_pulses(beats, 0.25, EARLY) == ([others[0], beat, others[1]], math.inf)
+    assert check_pulses(beats, 0.25, EARLY, BeatCounts()) == ([others[0], beat, others[1]], math.inf)
 
 
 def test_a_link_that_was_closed_is_followed_no_further(pair):
     pulse = followed(pair)
     pair.a.close_link(pair.ab)
     now = 0.25
-    while not check_pulses({beat: pulse}, now, EARLY)[0]:
+    while not check_pulses({beat: pulse}, now, EARLY, BeatCounts())[0]:
         now += INTERVAL / 4
     assert now == LIMIT
