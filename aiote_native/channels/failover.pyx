@@ -15,12 +15,12 @@ from aiote_native.counters.table cimport Tally, tally_add, tally_copy, tally_fre
 from aiote_native.engine.posting cimport (
     decay_costs, describe_post, give_back, op_completed, op_start, peer_fail, pump_peer, rotate)
 from aiote_native.engine.progress cimport alive, kick, lock, unlock
+from aiote_native.engine.provider cimport NativeEndpoint
 from aiote_native.engine.structs cimport (
     BROKEN, ECANCELED, MAX_CHANNELS, MAX_PARTS, OP_SEND, OP_WRITE, PIECE, RESENT, SOUND, Channel, Mailbox, Op,
     PeerState, Post, WorkRequest)
 from aiote_native.engine.worklists cimport pend
 from aiote_native.requests.operations cimport Operation
-from aiote_native.engine.provider cimport NativeEndpoint
 
 # Do again on the other channels what a failed channel has lost, so that every count stays right.
 #

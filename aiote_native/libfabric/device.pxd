@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from aiote_native.libfabric.fabric cimport fi_fabric_attr, fi_info, fid_av, fid_domain, fid_fabric, fid_mr
 from aiote_native.engine.provider cimport NativeDevice, NicRegistration
+from aiote_native.libfabric.fabric cimport fi_fabric_attr, fi_info, fid_av, fid_domain, fid_fabric, fid_mr
 
 ctypedef int (*getinfo_function)(uint32_t, const char*, const char*, uint64_t, const fi_info*,
                                  fi_info**) noexcept nogil

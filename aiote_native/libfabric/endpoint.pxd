@@ -1,9 +1,9 @@
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
+from aiote_native.engine.provider cimport NativeEndpoint
 from aiote_native.engine.structs cimport Completion, Post, WorkRequest
 from aiote_native.libfabric.device cimport FabricMemory, LibfabricDevice
 from aiote_native.libfabric.fabric cimport fi_addr_t, fid_av, fid_cq, fid_ep, fid_fabric
-from aiote_native.engine.provider cimport NativeEndpoint
 
 cdef enum:
     MAX_WAITING = 1024   # receives of messages, and messages that come in pieces

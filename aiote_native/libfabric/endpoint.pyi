@@ -1,5 +1,5 @@
-from aiote_native.libfabric.device import LibfabricDevice
 from aiote_native.engine.provider import NativeEndpoint
+from aiote_native.libfabric.device import LibfabricDevice
 
 class LibfabricEndpoint(NativeEndpoint):
     def __init__(self, device: LibfabricDevice, waits: bool = True, queue: int = 4096, mark: str = "") -> None: ...

@@ -9,6 +9,7 @@ from libc.string cimport memcmp, memcpy, memset, strdup
 import mmap
 import os
 
+from aiote_native.engine.provider cimport NativeDevice
 from aiote_native.engine.structs cimport (
     MAX_SGE, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Completion, Post, RailOps, WorkRequest)
 from aiote_native.libfabric.device cimport LibfabricDevice, symbols
@@ -19,7 +20,6 @@ from aiote_native.libfabric.fabric cimport (
     fi_cq_read, fi_cq_readerr, fi_enable, fi_endpoint, fi_ep_bind, fi_getname, fi_info, fi_msg, fi_msg_rma, fi_readmsg,
     fi_recv, fi_rma_iov, fi_sendmsg, fi_trywait, fi_writemsg, fid, iovec)
 from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_moved, aiote_shutdown_sockets
-from aiote_native.engine.provider cimport NativeDevice
 from aiote_native.system.base cimport check, check_process
 
 # Receives and messages of EFA's NICs: a pool that both immediates and messages consume, and messages in pieces.

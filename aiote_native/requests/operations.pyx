@@ -13,8 +13,8 @@ from libc.string cimport memcpy, memset, strcmp
 from aiote_native.cuda.driver cimport HELD_MOST, EventPool, Hold, described, hold_state
 from aiote_native.engine.posting cimport NO_KEY, NO_REACH, link_tail, op_end, op_fail, op_start, unlink
 from aiote_native.engine.progress cimport Progress, alive, lock, unlock
-from aiote_native.engine.structs cimport MAY_ALL, MAY_WRITE, Op, PeerState, State
 from aiote_native.engine.provider cimport NativeDevice, NicRegistration
+from aiote_native.engine.structs cimport MAY_ALL, MAY_WRITE, Op, PeerState, State
 from aiote_native.system.buffers cimport AcquiredBuffer, refuse_mask
 
 # The Python objects of a transfer, each with its native structure inside.

@@ -1,8 +1,8 @@
 from libc.stdint cimport int64_t, uint64_t
 
+from aiote_native.engine.provider cimport NativeDevice, NativeEndpoint, NicRegistration
 from aiote_native.engine.structs cimport RailOps
 from aiote_native.sim.traffic cimport Memory, Net, Nic, SimPort
-from aiote_native.engine.provider cimport NativeDevice, NativeEndpoint, NicRegistration
 from aiote_native.system.base cimport Clock
 
 cdef class World(Clock):

@@ -11,13 +11,13 @@ from posix.unistd cimport close, read
 import os
 import struct
 
+from aiote_native.engine.provider cimport NativeDevice
 from aiote_native.engine.structs cimport MAX_SGE, MAY_ALL, OP_READ, OP_RECV, Completion, Post, RailOps, WorkRequest
 from aiote_native.sim.traffic cimport (
     BUCKETS, ITEM_ALARM, ITEM_FAULT, ITEM_WORK, MAX_PIECES, NIC_BROKEN, NIC_SILENT, NIC_UP, SAW_CLOSE, SAW_OPEN,
     SAW_POST, Alarm, Entry, Fault, Item, Memory, Model, Net, Nic, Receive, Seen, SimPort, Work, change_nic, close_works,
     draw, find_endpoint, find_memory, free_work, net_now, plan_work, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_unlock, put, run_due, saw, serve_queue, set_alarm_clock, take_out)
-from aiote_native.engine.provider cimport NativeDevice
 from aiote_native.system.base cimport Clock, ClockOps, check, check_process, fork_epoch
 
 # The simulated network as Python sees it: its time, its faults, and the record of what happened.

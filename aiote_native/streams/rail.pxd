@@ -2,9 +2,9 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.cuda.driver cimport CopyQueues
 from aiote_native.cuda.memory cimport Export
+from aiote_native.engine.provider cimport NativeDevice, NativeEndpoint, NicRegistration
 from aiote_native.engine.structs cimport Completion, RailOps
 from aiote_native.streams.stream cimport Giver, Memory, Registry, Stream, Wire
-from aiote_native.engine.provider cimport NativeDevice, NativeEndpoint, NicRegistration
 
 cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil
 

@@ -11,7 +11,6 @@ import os
 
 from aiote_native.cuda.descriptors cimport SOCKET_NAME
 from aiote_native.cuda.driver cimport CopyQueues, GpuQueues, queue_look, queue_state, queue_wait
-from aiote_native.cuda.driver import device_of as ordinal_at, error_of
 from aiote_native.cuda.memory cimport Export, Handle, export_memory, find_functions, publish
 from aiote_native.engine.structs cimport MAX_PARTS, MAX_SGE, MAY_ALL, WorkRequest
 from aiote_native.streams.sending cimport hold, push, stream_flush, stream_post
@@ -23,6 +22,7 @@ from aiote_native.streams.stream cimport (
     note_pulls, open_reference, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, pull_answer, pull_write,
     reply, start_giving, stop_giving, take_export, take_first, take_forget, withdraw_ended)
 from aiote_native.system.base cimport check, check_process, fork_epoch
+from aiote_native.cuda.driver import device_of as ordinal_at, error_of
 from aiote_native.system.base import StatusError
 
 # The receiving half of a stream: it checks frames, puts their bytes into place, and reports requests that are over.

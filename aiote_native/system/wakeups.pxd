@@ -16,8 +16,8 @@ cdef enum:
 
 # The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. `beats`
 # starts at 1 and counts on while the engine's event loop lives (channels/heartbeats.pyx); 0 means that the engine does
-# not count. Each peer has a slot: `waiting` is how much of our work toward it is outstanding; engine/gates.pxd owns `gate`
-# and `busy`.
+# not count. Each peer has a slot: `waiting` is how much of our work toward it is outstanding; engine/gates.pxd owns
+# `gate` and `busy`.
 cdef struct WakeupPage:
     uint32_t asleep
     uint32_t beats

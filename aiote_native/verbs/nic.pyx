@@ -9,16 +9,16 @@ from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen
 import os
 
 from aiote_native.cuda.driver cimport cuda, retain
-from aiote_native.cuda.driver import device_of
 from aiote_native.engine.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
 from aiote_native.system.base cimport check, check_process, fork_epoch
-from aiote_native.system.base import StatusError
 from aiote_native.verbs.ibverbs cimport (
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE,
     IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR, IBV_EVENT_QP_ACCESS_ERR,
     IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_SRQ_ERR, IBV_LINK_LAYER_ETHERNET, IBV_PORT_ACTIVE,
     aiote_alloc_parent, aiote_alloc_td, aiote_dealloc_td, aiote_query_port, ibv_async_event, ibv_device,
     ibv_post_srq_recv, ibv_recv_wr, ibv_srq_init_attr)
+from aiote_native.cuda.driver import device_of
+from aiote_native.system.base import StatusError
 
 # libibverbs.so.1, opened with dlopen: the functions that it exports, in the symbol versions that the headers name.
 

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from aiote_native.engine.structs cimport Completion, Post, RailOps, WorkRequest
 from aiote_native.engine.provider cimport NativeEndpoint
+from aiote_native.engine.structs cimport Completion, Post, RailOps, WorkRequest
 from aiote_native.verbs.ibverbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_send_wr, ibv_sge, ibv_wc
 from aiote_native.verbs.nic cimport Nic, VerbsDevice
 

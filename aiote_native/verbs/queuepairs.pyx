@@ -10,8 +10,8 @@ import os
 import struct
 
 from aiote_native.cuda.driver cimport flush_writes
-from aiote_native.engine.structs cimport ECANCELED, OP_READ, OP_RECV, OP_SEND, POLL_BATCH
 from aiote_native.engine.provider cimport NativeDevice
+from aiote_native.engine.structs cimport ECANCELED, OP_READ, OP_RECV, OP_SEND, POLL_BATCH
 from aiote_native.system.base cimport check_process
 from aiote_native.verbs.ibverbs cimport (
     IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, IBV_LINK_LAYER_ETHERNET, IBV_QPS_ERR, IBV_QPS_INIT, IBV_QPS_RTR,
