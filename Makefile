@@ -39,7 +39,7 @@ test: test-system  ## lint, then every test with the newest libfabric here, agai
 test-all: test-system  ## every combination of every test at full length, soaks, fuzzing, mutants: an hour or two
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py --all $(ARGS)
-	$(BIN)/python tools/bench_guard.py --base $(BASE)
+	$(BIN)/python bench/run.py guard --base $(BASE)
 
 land:  ## run .ci/run on a clean clone of this branch and move main to it if that passes; ARGS=--check
 	@"$(PYTHON)" tools/land.py $(ARGS)
@@ -73,15 +73,15 @@ test-connectors: test-system  ## test the connectors in verl, vLLM, torch and Ra
 
 compare-connectors: test-system  ## measure torch's and Ray's transports, aiote's beside NIXL's, which it installs (4 GB); ARGS="ray"
 	@$(READY) dev --install
-	$(BIN)/python tools/compare_connectors.py $(ARGS)
+	$(BIN)/python bench/run.py connectors $(ARGS)
 
 bench-lone: system  ## measure one transfer at a time, hot and cold, beside plain C; ARGS="--provider local --only write"
 	@$(READY) bench --install
-	$(BIN)/python tools/bench_lone.py $(ARGS)
+	$(BIN)/python bench/run.py lone $(ARGS)
 
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install
-	$(BIN)/python tools/bench_rails.py $(ARGS)
+	$(BIN)/python bench/run.py rails $(ARGS)
 
 hostile: system  ## attack an engine by peers that have its key; ARGS="--seconds 1200 --seed S --loop trio"
 	@$(READY) dev --install
@@ -109,50 +109,50 @@ mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="-
 
 idle: system  ## measure what an engine with nothing to do costs; ARGS="--seconds 60" for longer
 	@$(READY) run --install
-	$(BIN)/python tools/idle.py $(ARGS)
+	$(BIN)/python bench/run.py idle $(ARGS)
 
 peers: system  ## measure one engine with a thousand peers; ARGS="--peers 200 --provider local"
 	@$(READY) run --install
-	$(BIN)/python tools/peers.py $(ARGS)
+	$(BIN)/python bench/run.py many-peers $(ARGS)
 
 scale: system  ## measure one engine with ten thousand simulated peers, in 70,000 descriptors; ARGS="peers --count 1000"
 	@$(READY) run --install
-	$(BIN)/python tools/scale.py $(ARGS)
+	$(BIN)/python bench/run.py scale $(ARGS)
 
 bench: system  ## measure aiote beside plain C, tcp and shm, with every libfabric here; ARGS="write --runs 9"
 	@$(READY) bench --install
-	$(BIN)/python tools/bench.py $(ARGS)
+	$(BIN)/python bench/run.py compare $(ARGS)
 
 # What bench-guard compares with.
 BASE ?= HEAD~1
 bench-guard: system  ## fail where this is slower than another commit, in alternating runs; BASE=v0.1, ARGS="--provider tcp shm"
 	@$(READY) bench --install
-	$(BIN)/python tools/bench_guard.py --base $(BASE) $(ARGS)
+	$(BIN)/python bench/run.py guard --base $(BASE) $(ARGS)
 
 bench-peers: system  ## the same beside NIXL, ucxx, Mooncake, pyzmq and sockets, which it installs (1.5 GB)
 	@$(READY) bench --install
-	$(BIN)/python tools/bench_peers.py install
-	$(BIN)/python tools/bench.py --peers $(ARGS)
+	$(BIN)/python bench/install_peers.py install
+	$(BIN)/python bench/run.py compare --peers $(ARGS)
 
 bench-kvcache: system  ## measure a KV-cache service beside NIXL, ucxx, pyzmq and sockets, which it installs
 	@$(READY) bench --install
-	$(BIN)/python tools/bench_peers.py install nixl ucxx pyzmq sockets
-	$(BIN)/python tools/bench_kvcache.py $(ARGS)
+	$(BIN)/python bench/install_peers.py install nixl ucxx pyzmq sockets
+	$(BIN)/python bench/run.py kvcache $(ARGS)
 
 bench-service: system  ## measure calls beside grpc.aio, pyzmq, sockets, FastAPI and Ray, which it installs
 	@$(READY) bench --install
-	$(BIN)/python tools/bench_peers.py install pyzmq sockets grpc http ray
-	$(BIN)/python tools/bench_service.py $(ARGS)
+	$(BIN)/python bench/install_peers.py install pyzmq sockets grpc http ray
+	$(BIN)/python bench/run.py service $(ARGS)
 
 bench-weights: system  ## measure weight updates beside torch.distributed (gloo) and Ray, which it installs
 	@$(READY) weights --install
-	$(BIN)/python tools/bench_peers.py install ray
-	$(WITH_TORCH) $(BIN)/python tools/bench_weights.py $(ARGS)
+	$(BIN)/python bench/install_peers.py install ray
+	$(WITH_TORCH) $(BIN)/python bench/run.py weights $(ARGS)
 
 bench-moe: system  ## measure dispatch and combine beside gloo's and MPICH's collectives, which it installs (1 GB)
 	@$(READY) bench --install
-	$(BIN)/python tools/bench_peers.py install collectives
-	$(BIN)/python tools/bench_moe.py $(ARGS)
+	$(BIN)/python bench/install_peers.py install collectives
+	$(BIN)/python bench/run.py moe $(ARGS)
 
 paper: system  ## print the published figures beside ours, cell by cell, and check docs/paper.md; ARGS=--write writes it
 	@$(READY) run --install

@@ -136,7 +136,9 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     ),
     "others": (
         Path | None,
-        typer.Option(None, "--with", metavar="FILE", help="Workers of other libraries, as bench_peers.py lists them."),
+        typer.Option(
+            None, "--with", metavar="FILE", help="Workers of other libraries, as bench/install_peers.py lists them."
+        ),
     ),
 }
 """Every option by its name in `values`: its type, and its Typer description."""

@@ -37,7 +37,7 @@ from common import Arena, Clock, Options, Outcome, Task, Unavailable, Worker, se
 SHARED_MEMORY = {"ucx": "posix,sysv,cma,self", "ucx-copy": "posix,self"}
 HELLO, END, BYE, NOTE = b"hello", b"end", b"bye", b"note"
 LARGEST_NOTIFICATION = 4096
-STAND_INS = Path(sys.prefix) / "lib" / "stand-ins"  # what tools/bench_peers.py builds where there is no NVIDIA driver
+STAND_INS = Path(sys.prefix) / "lib" / "stand-ins"  # what bench/install_peers.py builds where there is no NVIDIA driver
 
 
 def use_ucx(options: Options) -> dict[str, str]:

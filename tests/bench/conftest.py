@@ -1,4 +1,4 @@
-"""Tools of `tools/` that measure, as programs and as modules."""
+"""The benchmarks of bench/entries, as programs and as modules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 
 from support import ROOT
 
-TOOLS = ROOT / "tools"
+BENCH = ROOT / "bench"
+PATHS = (str(BENCH), str(ROOT / "tools"))
+"""What bench/run.py puts on the path."""
 
 
 @pytest.fixture
 def run() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a tool: `run("bench_moe", "--runs", "1")`."""
+    """Run one: `run("moe", "--rounds", "1")`."""
 
     def ran(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(TOOLS / f"{name}.py"), *arguments]
+        command = [sys.executable, str(BENCH / "run.py"), name, *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
     return ran
@@ -29,9 +31,8 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Import a module as the workers have it, from bench/peers."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peers"))
-    monkeypatch.syspath_prepend(str(TOOLS))
-    names = ["run_tests", "test_reports"]
+    monkeypatch.syspath_prepend(str(BENCH / "peers"))
+    names: list[str] = []
 
     def imported(name: str) -> ModuleType:
         names.append(name)
@@ -44,12 +45,13 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
 
 @pytest.fixture
 def program() -> Callable[[str], ModuleType]:
-    """Load a tool as a module."""
+    """Load one as a module."""
 
     def loaded(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, BENCH / "entries" / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         path = list(sys.path)
+        sys.path[:0] = PATHS
         spec.loader.exec_module(module)
         sys.path[:] = path
         return module

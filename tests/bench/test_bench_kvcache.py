@@ -10,21 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiote.bench import kvtable
-from aiote.bench.kvlatency import FirstToken, PagesBack, RoundTimes
-from aiote.bench.kvservice import (
-    Line,
-    ServiceEntry,
-    ServiceRun,
-    Workload,
-    best_of,
-    do,
-    measure_service,
-    round_to_windows,
-)
 from aiote.bench.measure import RunPlan
 from aiote.bench.order_statistics import Spread
 from aiote.bench.sides import BenchError
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import kvtable
+from kvlatency import FirstToken, PagesBack, RoundTimes
+from kvservice import Line, ServiceEntry, ServiceRun, Workload, best_of, do, measure_service, round_to_windows
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "peers"
@@ -208,7 +202,7 @@ def test_a_whole_run_beside_sockets_is_recorded(tmp_path):
     peers.write_text(json.dumps({"name": "sockets", "providers": ["shm"], **worker}) + "\n")
     arguments = ["--provider", "shm", "--workloads", "16Kx4", "--windows", "2", "--layers", "3", "--runs", "2"]
     arguments += ["--seconds", "0.01", "--parts", "service,cancel", "--cancels", "5", "--deaths", "0"]
-    tool = [sys.executable, str(ROOT / "tools" / "bench_kvcache.py"), *arguments, "--json", str(file)]
+    tool = [sys.executable, str(ROOT / "bench" / "run.py"), "kvcache", *arguments, "--json", str(file)]
     tool += ["--with", str(peers), "--only", "aiote-uvloop,sockets"]
     done = subprocess.run(tool, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

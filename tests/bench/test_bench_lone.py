@@ -19,7 +19,7 @@ def test_contestants_are_measured_alone(tmp_path: Path):
     file = tmp_path / "records.json"
     options = ["--provider", "local", "--only", "write 64 KiB, hot", "--runs", "1", "--peers", "--json", str(file)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench_lone.py"), *options], capture_output=True, text=True, timeout=100
+        [sys.executable, str(ROOT / "bench" / "run.py"), "lone", *options], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     beside_c, alone = json.loads(file.read_text())
@@ -33,7 +33,7 @@ def test_a_row_is_measured_beside_its_floor(provider: str, tmp_path: Path):
     file = tmp_path / "records.json"
     options = ["--provider", provider, "--only", "write 8 B", "--runs", "1", "--json", str(file)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench_lone.py"), *options],
+        [sys.executable, str(ROOT / "bench" / "run.py"), "lone", *options],
         capture_output=True,
         text=True,
         timeout=100,

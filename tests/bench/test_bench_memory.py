@@ -136,7 +136,7 @@ def test_a_worker_is_told_of_its_own_side_and_nothing_of_defaults():
     setting = Setting("local", memory="cuda-host", gpu_sharing=False)
     assert aiote_worker("initiator", setting)[-4:] == ["--memory", "cuda", "--gpu-sharing", "off"]
     assert "--memory" not in aiote_worker("target", setting)
-    # A worker of an earlier commit, which bench_guard starts, does not know these.
+    # A worker of an earlier commit, which `make bench-guard` starts, does not know these.
     assert not {"--memory", "--gpu-sharing"} & set(
         worker_command(Contestant("aiote", "aiote"), "target", Setting("local"), 0)
     )

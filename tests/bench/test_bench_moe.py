@@ -17,7 +17,7 @@ def moe(worker):
 @pytest.fixture
 def tool(moe, program):
     """The program, as a module."""
-    return program("bench_moe")
+    return program("moe")
 
 
 def alone(moe, data):
@@ -116,7 +116,7 @@ def test_a_run_on_a_busy_machine_is_marked(tool, monkeypatch, load, busy):
     ],
 )
 def test_what_makes_no_sense_is_refused(run, arguments, why):
-    done = run("bench_moe", *arguments)
+    done = run("moe", *arguments)
     assert done.returncode == 1
     assert why in done.stderr
 
@@ -127,7 +127,7 @@ def test_what_makes_no_sense_is_refused(run, arguments, why):
 def test_a_whole_run_is_checked_and_recorded(run, tmp_path):
     file = tmp_path / "records.json"
     only = ["--ep", "2", "--tokens", "3", "--routing", "zipf", "--rounds", "2", "--only", "aiote,memcpy"]
-    done = run("bench_moe", *only, "--json", str(file))
+    done = run("moe", *only, "--json", str(file))
     assert done.returncode == 0, done.stderr
     records = json.loads(file.read_text())["records"]
     names = ["aiote", "aiote-packed", "aiote-direct", "aiote-rank", "aiote-rails", "memcpy"]

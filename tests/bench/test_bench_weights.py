@@ -19,7 +19,7 @@ def weights(worker):
 @pytest.fixture
 def tool(weights, program):
     """The program, as a module."""
-    return program("bench_weights")
+    return program("weights")
 
 
 @pytest.mark.parametrize("case", ["sharded 4-2", "sharded 4-4", "replicated 4-2", "fp8 4-2"])
@@ -89,7 +89,7 @@ def test_ratios_are_of_one_run_and_shown(tool, capsys):
     ],
 )
 def test_what_makes_no_sense_is_refused(run, arguments, why):
-    done = run("bench_weights", *arguments)
+    done = run("weights", *arguments)
     assert done.returncode == 1
     assert why in done.stderr
 
@@ -99,7 +99,7 @@ def test_what_makes_no_sense_is_refused(run, arguments, why):
 @pytest.mark.blocking_allowed("the processes are the program's")
 def test_a_whole_run_is_checked_and_recorded(run, tmp_path):
     file = tmp_path / "records.json"
-    done = run("bench_weights", *TINY, "--cases", "sharded 4-2", "--only", "aiote-inplace", "--json", str(file))
+    done = run("weights", *TINY, "--cases", "sharded 4-2", "--only", "aiote-inplace", "--json", str(file))
     assert done.returncode == 0, done.stderr
     (case,) = json.loads(file.read_text())["cases"]
     found = case["contestants"]["aiote-inplace"]

@@ -13,7 +13,7 @@ SPEC.loader.exec_module(diagrams)
 
 
 def test_the_pictures_are_drawn_by_the_script():
-    # tools/measured.py draws sizes.svg, and test_measured.py compares it with its record.
+    # bench/measured.py draws sizes.svg, and test_measured.py compares it with its record.
     drawn = {path.stem for path in (DOCS / "_static").glob("*.svg")} - {"favicon", "sizes"}
     assert drawn == set(diagrams.PICTURES)
     for name, picture in diagrams.PICTURES.items():

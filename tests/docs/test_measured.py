@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tools"))
-SPEC = importlib.util.spec_from_file_location("measured", ROOT / "tools" / "measured.py")
+sys.path.append(str(ROOT / "bench"))
+SPEC = importlib.util.spec_from_file_location("measured", ROOT / "bench" / "measured.py")
 tool = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = tool
 SPEC.loader.exec_module(tool)

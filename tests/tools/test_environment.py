@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("tools", "bench")]
 
-import bench_peers
 import environment
+import install_peers
 import torch_transports
 from environment import ROOT, exact
 
@@ -115,7 +115,7 @@ def fetch_transports(folder: Path) -> None:
 
 
 def fetch_peer(folder: Path) -> None:
-    bench_peers.install("collectives", folder)
+    install_peers.install("collectives", folder)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,6 @@ def test_each_place_that_fetches_exact_versions_drops_the_machines_constraints(f
     monkeypatch.setattr(subprocess, "run", run)
     try:
         fetch(tmp_path)
-    except (SystemExit, bench_peers.InstallError):
+    except (SystemExit, install_peers.InstallError):
         pass
     assert ran == [os.devnull]

@@ -1,10 +1,10 @@
 """Install torch, Ray and NIXL in environments of their own, compare aiote's connectors with theirs, keep the records.
 
-usage: compare_connectors.py [--install] [torch ray idle]
+usage: run.py connectors [--install] [torch ray idle]
 
 Each contestant is measured alone: its processes, and the threads in them that poll, have ended before those of the next
 begin. They take turns. The environments lie in .venv-compared, apart from those of the tests. The records go to
-docs/measured, and from there into docs/connectors.md (tools/measured.py). `--install` installs and measures nothing.
+docs/measured, and from there into docs/connectors.md (bench/measured.py). `--install` installs and measures nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Comparison(NamedTuple):
     """A benchmark, the environment that it runs in, and whose versions its record names."""
 
     host: str
-    script: str
+    entry: str
     packages: tuple[str, ...]
 
 
 COMPARISONS = {
-    "torch": Comparison("torch", "bench_transports.py", ("torch", "nixl")),
-    "ray": Comparison("ray", "bench_ray.py", ("ray", "torch", "nixl")),
-    "idle": Comparison("torch", "idle_transports.py", ("torch", "nixl")),
+    "torch": Comparison("torch", "torch-transports", ("torch", "nixl")),
+    "ray": Comparison("ray", "ray-transports", ("ray", "torch", "nixl")),
+    "idle": Comparison("torch", "idle-transports", ("torch", "nixl")),
 }
 
 
@@ -71,9 +71,9 @@ def compared(name: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         # Not in the checkout: Ray's workers would import what is not compiled there.
         found = Path(folder) / "found.json"
-        if status := connectors.run(python_of(one.host), "-P", ROOT / "tools" / one.script, found, cwd=folder):
+        if status := connectors.run(python_of(one.host), "-P", ROOT / "bench" / "run.py", one.entry, found, cwd=folder):
             return status
-        command = f"tools/compare_connectors.py {name}"
+        command = f"bench/run.py connectors {name}"
         say(f"added {measured.add(name, found, command, versions(one.host, one.packages)).relative_to(ROOT)}")
     return measured.main(["write"])
 

@@ -1,8 +1,8 @@
 """Measure how an engine grows: with peers and rails in virtual time, with regions and pages over a real rail.
 
 `make scale` opens a hub and ten thousand peers on the simulated network, all in this process, so a figure is of both
-ends; ARGS="peers --count 1000 --rails 2" sets how many. `scale.py memory --provider local` needs no network.
-`tools/peers.py` measures real peers.
+ends; ARGS="peers --count 1000 --rails 2" sets how many. `run.py scale memory --provider local` needs no network.
+`run.py many-peers` measures real peers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Measure updates of a model's weights in aiote and in what programs use today, the same bytes and checks for all.
 
-usage: bench_weights.py [--cases "sharded 4-2,..."] [--only NAME,...] [--runs 3] [--updates 3] [--hidden 2048]
+usage: run.py weights [--cases "sharded 4-2,..."] [--only NAME,...] [--runs 3] [--updates 3] [--hidden 2048]
                         [--layers 2] [--experts 16] [--json build/bench-weights.json]
 
 bench/peers/weights.py says what an update is. Peers: gloo by this environment's torch, where it has one; Ray as
-`bench_peers.py install ray` has installed it; `memcpy` is the limit. All take part in each run, in turns; each run has
-one update that is not counted, a figure is the median of the run's others. Default settings: `aiote` has versions of
-which the old one stays whole until the commit, `aiote-inplace` writes to the weights themselves, as all others do.
+`install_peers.py install ray` has installed it; `memcpy` is the limit. All take part in each run, in turns. Each run
+has one update that is not counted; a figure is the median of the run's others. Default settings: `aiote` has versions
+of which the old one stays whole until the commit, `aiote-inplace` writes to the weights themselves, as all others do.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from run_tests import ROOT
+from harness import BUILD, WORKERS, chosen, enter_reno, keep, peers
 
-from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
+from aiote.bench.congestion import congestion_control
 from aiote.bench.contestants import Contestant
 from aiote.bench.records import machine
 
-BUILD = ROOT / "build"
-WORKERS = ROOT / "bench" / "peers"
 sys.path.insert(0, str(WORKERS))
-from weights import CASES, Model  # noqa: E402
+from weights import CASES, Model
 
 OURS = {
     "aiote": "",
@@ -54,12 +52,7 @@ def contestants(folder: str) -> list[Contestant]:
         found += [worker(name, sys.executable, "weights_gloo.py", variant) for name, variant in GLOO.items()]
     else:
         print("not installed: torch (make bench-weights installs it)", file=sys.stderr)
-    tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "weights"]
-    tool += ["--folder", folder] if folder else []
-    for line in subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines():
-        peer = json.loads(line)
-        found.append(worker(peer["name"], peer["python"], peer["worker"]))
-    return found
+    return [*found, *(worker(peer.name, *peer.command[:2]) for peer in peers("weights", folder))]
 
 
 def worker(name: str, python: str, script: str, variant: str = "") -> Contestant:
@@ -113,14 +106,14 @@ def measure(one: Contestant, case: str, sizes: list[str], updates: int) -> tuple
 
 
 def measure_all(
-    chosen: list[Contestant], case: str, sizes: list[str], arguments: argparse.Namespace
+    entered: list[Contestant], case: str, sizes: list[str], arguments: argparse.Namespace
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Return what the updates of all took, run by run, and their libraries; a peer that fails is left out, aloud."""
     rows: dict[str, list[list[float]]] = {}
     libraries: dict[str, str] = {}
     failed: set[str] = set()
     for _ in range(arguments.runs):
-        for one in chosen:
+        for one in entered:
             if one.name in failed or (CASES[case].fp8 and one.name in NO_FP8):
                 continue
             try:
@@ -170,7 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048, help="of the model; a multiple of 64, for fp8 of 512")
     parser.add_argument("--layers", type=int, default=2, help="of either kind, dense and mixtures of experts")
     parser.add_argument("--experts", type=int, default=16, help="of a layer")
-    parser.add_argument("--folder", default="", help="of the peers' environments, as bench_peers.py has it")
+    parser.add_argument("--folder", default="", help="of the peers' environments, as install_peers.py has it")
     parser.add_argument("--json", type=Path, default=BUILD / "bench-weights.json")
     return parser.parse_args()
 
@@ -189,22 +182,17 @@ def checked() -> argparse.Namespace:
 
 def main() -> int:
     arguments = checked()
-    wanted = tuple(filter(None, arguments.only.split(",")))
-    chosen = [one for one in contestants(arguments.folder) if not wanted or one.name.startswith(wanted)]
-    try:
-        enter_namespace()
-    except NamespaceError as error:
-        print(f"TCP is under {congestion_control()}: {error}", file=sys.stderr)
+    entered = chosen(contestants(arguments.folder), arguments.only)
+    enter_reno()
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("hidden", "layers", "experts")]
     records: list[dict[str, Any]] = []
     for case in arguments.cases.split(","):
-        rows, libraries = measure_all(chosen, case, sizes, arguments)
+        rows, libraries = measure_all(entered, case, sizes, arguments)
         nbytes = Model(case, arguments.hidden, arguments.layers, arguments.experts).nbytes
         records.append(record(case, nbytes, rows, libraries))
         show(records[-1])
         told = {"machine": machine(), "congestion": congestion_control(), "sizes": sizes, "cases": records}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+        keep(arguments.json, told)
     return 0
 
 

@@ -1,9 +1,9 @@
 """Measure a KV-cache service in aiote and in what Python services would do otherwise, in one run, over shm and tcp.
 
-usage: bench_kvcache.py [--provider shm|tcp] [--only NAME,...] [--parts service,first-token,cancel]
+usage: run.py kvcache [--provider shm|tcp] [--only NAME,...] [--parts service,first-token,cancel]
                         [--workloads 16Kx8,...] [--windows 1,4] [--runs 5] [--seconds 0.15] [--with FILE] [--json FILE]
 
-The peers are those that `bench_peers.py install nixl ucxx pyzmq sockets` has installed. What the workload is says
+The peers are those that `install_peers.py install nixl ucxx pyzmq sockets` has installed. What the workload is says
 bench/peers/kvcache.py; tables go to the standard output, records to build/bench-kvcache.json unless `--json` names
 another file. Over tcp all run in a network namespace with reno, where one can be made: BBR halves loopback.
 """
@@ -12,27 +12,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import subprocess
 import sys
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from run_tests import ROOT, wheel_library
+import kvtable
+from harness import BUILD, WORKERS, chosen, enter_reno, keep, peers, say
+from kvlatency import first_token, lost_pages, pages_back
+from kvservice import OURS, WORKLOADS, ServiceEntry, Workload, measure_service
+from run_tests import wheel_library
 
-from aiote.bench import kvtable
-from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
+from aiote.bench.congestion import congestion_control
 from aiote.bench.contestants import Contestant, Setting, start
-from aiote.bench.kvlatency import first_token, lost_pages, pages_back
-from aiote.bench.kvservice import OURS, WORKLOADS, ServiceEntry, Workload, measure_service
 from aiote.bench.measure import RunPlan
 from aiote.bench.records import FORMAT, machine
 from aiote.bench.sides import BenchError, Pair
 
-BUILD = ROOT / "build"
 PROVIDERS = ("shm", "tcp")
 PARTS = ("service", "first-token", "cancel")
 VARIANTS = ("asyncio", "uvloop", "default", "libfabric")
@@ -43,27 +41,18 @@ CANCEL = Workload(64 << 10, 64)
 
 
 def ours() -> list[Contestant]:
-    worker = str(ROOT / "bench" / "peers" / "kvcache_aiote.py")
+    worker = str(WORKERS / "kvcache_aiote.py")
     return [
         Contestant(f"{OURS}-{variant}", "other", (sys.executable, worker, "--variant", variant), PROVIDERS)
         for variant in VARIANTS
     ]
 
 
-def peers() -> list[Contestant]:
-    """Return what is installed of the others."""
-    tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "kvcache"]
-    BUILD.mkdir(exist_ok=True)
-    file = BUILD / "kvcache-peers.jsonl"
-    file.write_text(subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    return Contestant.others(file)
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a KV-cache service in aiote and in others.")
     parser.add_argument("--provider", choices=PROVIDERS, action="append", help="all unless given")
     parser.add_argument("--only", default="", help="names of contestants, or the beginnings of some")
-    parser.add_argument("--with", dest="peers", type=Path, help="peers as `bench_peers.py list` writes them")
+    parser.add_argument("--with", dest="peers", type=Path, help="peers as `install_peers.py list` writes them")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--workloads", default="", help="such as 16Kx8,64Kx64: size of a page, pages of a prompt")
     parser.add_argument("--windows", default="1,4", help="requests under way")
@@ -89,19 +78,14 @@ def open_pair(contestant: Contestant, provider: str, arena: int) -> AbstractCont
     return start(contestant, Setting(provider, mode="spin", arena=arena))
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Measurement:
     """All parts, one after the other; what was found so far is in `found`."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.providers: list[str] = arguments.provider or list(PROVIDERS)
-        wanted = tuple(word for word in arguments.only.split(",") if word)
-        everyone = [*ours(), *(Contestant.others(arguments.peers) if arguments.peers else peers())]
-        self.contestants = [one for one in everyone if not wanted or one.name.startswith(wanted)]
+        others = Contestant.others(arguments.peers) if arguments.peers else peers("kvcache")
+        self.contestants = chosen([*ours(), *others], arguments.only)
         self.ours = [one for one in self.contestants if one.name in LATENCY]
         self.found: dict[str, list[Any]] = {part: [] for part in PARTS}
 
@@ -169,9 +153,7 @@ def show(found: dict[str, list[Any]]) -> None:
 
 def write(file: Path, found: dict[str, list[Any]]) -> None:
     records = {part: [dataclasses.asdict(one) for one in values] for part, values in found.items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    told = {"format": FORMAT, "machine": machine(), "congestion": congestion_control(), **records}
-    file.write_text(json.dumps(told, indent=1) + "\n")
+    keep(file, {"format": FORMAT, "machine": machine(), "congestion": congestion_control(), **records})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -179,10 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (library := wheel_library()) is not None:
         os.environ.setdefault("AIOTE_LIBFABRIC", str(library))
     measurement = Measurement(options)
-    try:
-        enter_namespace()
-    except NamespaceError as error:
-        say(f"TCP is under {congestion_control()}: {error}")
+    enter_reno()
     try:
         for part in options.parts.split(","):
             getattr(measurement, part.replace("-", "_"))()

@@ -1,6 +1,6 @@
 """Measure how Ray hands tensors from actor to actor: its object store, and the transports of aiote and NIXL.
 
-`tools/compare_connectors.py` installs what this needs, and runs it outside of the checkout, which Ray's workers would
+`bench/run.py connectors` installs what this needs, and runs it outside of the checkout, which Ray's workers would
 import. The optional argument is a file for the record. NIXL's column needs `nixl`.
 
 A hand-over begins with the task that returns a tensor which its actor keeps, and ends when the other actor has seen its

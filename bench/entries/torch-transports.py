@@ -1,6 +1,6 @@
 """Measure torch's transports, aiote's beside NIXL's, between two processes of this machine.
 
-`tools/compare_connectors.py` installs what this needs, and runs it. The optional argument is a file for the record.
+`bench/run.py connectors` installs what this needs, and runs it. The optional argument is a file for the record.
 Each transport is measured alone, in two processes of its own, because NIXL's threads poll and take the other's
 processors; the two take turns, a few times. Each figure is the median of all rounds, in GB/s.
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from aiote.bench.kvlatency import FirstToken, PagesBack
-from aiote.bench.kvservice import Line
+from kvlatency import FirstToken, PagesBack
+from kvservice import Line
+
 from aiote.bench.order_statistics import Spread
 from aiote.bench.record_table import size_text
 

@@ -1,6 +1,6 @@
 """Measure what torch's transports cost while nothing moves, aiote's beside NIXL's, in two processes of this machine.
 
-`tools/compare_connectors.py` installs what this needs, and runs it. The optional argument is a file for the record.
+`bench/run.py connectors` installs what this needs, and runs it. The optional argument is a file for the record.
 Each backend has a pair of processes of its own, in turn, because one that spins would hide the other.
 """
 

@@ -1,21 +1,20 @@
 """Measure aiote beside the raw loops over tcp and shm, with the newest libfabric here and with the system's.
 
-usage: bench.py [--peers] [arguments of `aiote bench compare`]
+usage: run.py compare [--peers] [arguments of `aiote bench compare`]
 
-With `--peers` the libraries that `bench_peers.py install` has installed take part in the same run, and one libfabric is
-enough. The records go to build/bench.json unless `--json` names another file.
+With `--peers` the libraries that `install_peers.py install` has installed take part in the same run, and one libfabric
+is enough. The records go to build/bench.json unless `--json` names another file.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from run_tests import ROOT, system_library, wheel_library
-
-BUILD = ROOT / "build"
+from harness import BUILD, ways_of
+from run_tests import system_library, wheel_library
 
 
 def libraries(*, peers: bool) -> list[Path]:
@@ -30,11 +29,9 @@ def libraries(*, peers: bool) -> list[Path]:
 
 def list_peers() -> Path:
     """Write down what is installed of other libraries, and return where."""
-    tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list"]
-    listed = subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     BUILD.mkdir(exist_ok=True)
     file = BUILD / "peers.jsonl"
-    file.write_text(listed)
+    file.write_text("".join(f"{json.dumps(way)}\n" for way in ways_of()))
     return file
 
 

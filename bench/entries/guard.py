@@ -1,6 +1,6 @@
 """Compare the installed package with that of another commit: `make bench-guard BASE=<commit>`.
 
-usage: bench_guard.py [--base COMMIT] [--runs N] [--tolerance PERCENT] [--provider NAME ...]
+usage: run.py guard [--base COMMIT] [--runs N] [--tolerance PERCENT] [--provider NAME ...]
 
 Both run the same work with default settings, in turns, each pair of runs one after the other, so that what changes on
 the machine meets both. A line is slower if its runs are slower than their neighbours by more than the tolerance so
@@ -25,7 +25,7 @@ from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
 from aiote.bench.sides import BenchError, Pair
 from aiote.bench.work import Work
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GUARD = ROOT / "build" / "guard"
 CHANCE = 0.01
 RUNS = 11

@@ -1,14 +1,14 @@
 """Measure one transfer at a time, as services, connectors and rounds make them, beside plain C that does the same.
 
-usage: bench_lone.py [--provider local socket] [--only TEXT] [--runs 5] [--peers] [--json FILE]
+usage: run.py lone [--provider local socket] [--only TEXT] [--runs 5] [--peers] [--json FILE]
 
 Each row is measured in turns with its floor (bench/lone/lone.c: a ring in shared memory for `local`, TCP for `socket`),
 both as they come: no pinning, asyncio, default settings. A figure is the median of the runs' medians; the ratio is that
 of the runs, so that what the machine does meanwhile is in both. Asleep: 2 ms lie between two transfers. Cold: other
 memory each time. The floor of a read is the same write. Records go to build/bench-lone.json.
 
-With `--peers` hot writes back to back follow, of aiote and of what `bench_peers.py install nixl ucxx` has installed, by
-the workers of `aiote bench`. Each is measured alone: its processes, and the threads in them that poll, have ended
+With `--peers` hot writes back to back follow, of aiote and of what `install_peers.py install nixl ucxx` has installed,
+by the workers of `aiote bench`. Each is measured alone: its processes, and the threads in them that poll, have ended
 before those of the next begin.
 """
 
@@ -25,15 +25,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from run_tests import ROOT
+from harness import BUILD, ROOT, keep, peers
 
 from aiote.bench.contestants import Contestant, Setting, start
 from aiote.bench.measure import Measurement, RunPlan, arena_for
 from aiote.bench.measure import measure as measure_runs
 from aiote.bench.work import Work
-from bench import list_peers
 
-BUILD = ROOT / "build"
 SIDES = ROOT / "bench" / "lone"
 FLOORS = {"local": "ring", "socket": "tcp"}
 KIB, MIB = 1 << 10, 1 << 20
@@ -101,7 +99,7 @@ def measure(row: Row, provider: str, floor: str, runs: int) -> dict[str, Any]:
 def contestants(provider: str) -> list[tuple[Contestant, str]]:
     """Return aiote and the peers that are installed, each with its provider."""
     theirs = THEIRS[provider]
-    others = [one for one in Contestant.others(list_peers()) if theirs in one.providers]
+    others = [one for one in peers() if theirs in one.providers]
     return [(Contestant("aiote", "aiote"), provider), *((one, theirs) for one in others)]
 
 
@@ -159,18 +157,12 @@ def main() -> int:
                         f"{one['p99_us']:10.1f} {one['cpu_us']:9.1f} {one['sleeps']:6.1f}",
                         flush=True,
                     )
-    keep(records, given.json)
+    keep(given.json, records)
     for provider in given.provider if given.peers else ():
         records += beside_peers(provider, given.only, given.runs)
-        keep(records, given.json)
+        keep(given.json, records)
     print(f"load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}; {os.cpu_count()} processors")
     return 0
-
-
-def keep(records: list[dict[str, Any]], path: Path) -> None:
-    """Write what is measured so far, so that a peer that fails costs only its own rows."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure several rails, each a cable between two network namespaces with a rate limit of its own.
 
-    python tools/bench_rails.py [--mbit 400] [--seconds 3]
+    python bench/run.py rails [--mbit 400] [--seconds 3]
 
 Prints what one rail carries, then two and four, equal and unequal, as a ratio to the sum of the limits; and, of four of
 which one is pulled in mid-transfer, what the rest carries while it is gone, as a ratio to three. A limit counts what is
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import anyio
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.network.namespaces import Network, end_of
 from support.process.children import Child

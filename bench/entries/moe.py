@@ -1,12 +1,12 @@
 """Measure dispatch and combine in aiote and by the collectives that programs use on CPUs, the same bytes for all.
 
-usage: bench_moe.py [--ep 2,4,8] [--tokens 1,16,128,512] [--routing uniform,zipf,one] [--only NAME,...]
+usage: run.py moe [--ep 2,4,8] [--tokens 1,16,128,512] [--routing uniform,zipf,one] [--only NAME,...]
                     [--seconds 0.6] [--rounds N] [--json build/bench-moe.json]
 
 bench/peers/moe.py says what a round is: 7168 bytes of fp8 and 56 scales a token out, 7168 bfloat16 back, top-8 of 256.
 Every rank is a process, all contestants of a case take part in turns, in one run, and what arrives is checked. A case
 has as many rounds as take `--seconds`, 3 at least; `--rounds` says how many instead. Peers are what
-`bench_peers.py install collectives` has installed: gloo and MPICH; `memcpy` is the limit.
+`install_peers.py install collectives` has installed: gloo and MPICH; `memcpy` is the limit.
 
 The table: microseconds of a round (dispatch and combine), its middle, its 99th percentile and the middle of each
 round's slowest rank; CPU milliseconds of all ranks; how often a rank's threads sleep in a round (voluntary context
@@ -31,14 +31,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from run_tests import ROOT
+from harness import BUILD, WORKERS, enter_reno, keep, peers
 
-from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
+from aiote.bench.congestion import congestion_control
 from aiote.bench.order_statistics import percentile
 from aiote.bench.records import machine
 
-BUILD = ROOT / "build"
-WORKERS = ROOT / "bench" / "peers"
 ROUTINGS = ("uniform", "zipf", "one")
 LIMIT_S = 120.0
 MOST_ROUNDS = 300
@@ -87,10 +85,7 @@ def commands(python: str, ranks: int, folder: Path) -> dict[str, list[list[str]]
 
 def peers_python(folder: str) -> str:
     """Return the interpreter of the peers, or nothing where they are not installed."""
-    tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "moe"]
-    tool += ["--folder", folder] if folder else []
-    lines = subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
-    return str(json.loads(lines[0])["python"]) if lines else ""
+    return next((one.command[0] for one in peers("moe", folder)), "")
 
 
 class Program:
@@ -288,7 +283,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of contestants, or the beginnings of some")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each contestant in a case")
     parser.add_argument("--rounds", type=int, default=0, help="instead of seconds")
-    parser.add_argument("--folder", default="", help="of the peers' environments, as bench_peers.py has it")
+    parser.add_argument("--folder", default="", help="of the peers' environments, as install_peers.py has it")
     parser.add_argument("--json", type=Path, default=BUILD / "bench-moe.json")
     return parser.parse_args()
 
@@ -314,10 +309,7 @@ def main() -> int:
     wanted = tuple(filter(None, arguments.only.split(",")))
     ways = [way for way in WAYS if not wanted or way.name.startswith(wanted)]
     python = peers_python(arguments.folder)
-    try:
-        enter_namespace()
-    except NamespaceError as error:
-        print(f"TCP is under {congestion_control()}: {error}", file=sys.stderr)
+    enter_reno()
     about = {"machine": machine(), "congestion": congestion_control(), **load_before()}
     print(f"{load_text(about)} before the run, {about['machine']['cores']} cores")
     records: list[dict[str, Any]] = []
@@ -329,8 +321,7 @@ def main() -> int:
                 show(found)
                 records += found
                 about["load_after"] = os.getloadavg()
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
+                keep(arguments.json, {**about, "records": records})
         finally:
             bench.close()
     summary(records)

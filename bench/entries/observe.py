@@ -1,7 +1,7 @@
 """Measure what seeing an engine costs: the same transfers with it and without, in turns, in one process.
 
-usage: bench_observe.py [--provider local] [--pairs 40] [--operations 400]
-       bench_observe.py --count N [--arm NAME] [--load NAME]  # N operations and no more, to count instructions of
+usage: run.py observe [--provider local] [--pairs 40] [--operations 400]
+       run.py observe --count N [--arm NAME] [--load NAME]  # N operations and no more, to count instructions of
 
 An arm is switched on and off on the same two engines, in the order off on on off, and each `on` is divided by its own
 `off`: CPU time of the process for an operation, both engines together. What happens now and then (a page that is

@@ -8,8 +8,8 @@ earlier ones of their kind. `write` remakes what is made from them: between `<!-
 `<!-- end of measured -->`, tables in docs/connectors.md; and the picture of sizes in docs/comparison.md. Without a
 record there is nothing between the two. `check` fails if a page or the picture is not as the records say.
 
-A file for `add` is what `bench_transports.py`, `bench_ray.py` or `idle_transports.py` has written, or, for sizes,
-`bench_lone.py --peers`: its rows with `bytes`, `provider` and `alone_us`, the microseconds of a write of each library.
+A file for `add` is what `run.py torch-transports`, `ray-transports` or `idle-transports` has written, or, for
+sizes, `lone --peers`: its rows with `bytes`, `provider` and `alone_us`, the microseconds of a write of each library.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from draw_sizes import picture
 from page_parts import put_between
@@ -193,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = made()
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
         if stale and options.action == "check":
-            raise RecordError(f"not as the records say: {', '.join(map(str, stale))}; run tools/measured.py write")
+            raise RecordError(f"not as the records say: {', '.join(map(str, stale))}; run bench/measured.py write")
         for path in stale:
             path.write_text(texts[path])
     except RecordError as error:

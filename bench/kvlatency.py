@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from aiote.bench.kvservice import ServiceRun, Workload, do
+from kvservice import ServiceRun, Workload, do
+
 from aiote.bench.order_statistics import Spread
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair

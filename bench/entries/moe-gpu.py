@@ -1,6 +1,6 @@
 """Measure `aiote.moe`'s pack and combine on a GPU against its own copy rate; exits with 1 where one is below 0.8 of it.
 
-    pip install 'aiote[cuda]' && python tools/bench_moe_gpu.py
+    pip install 'aiote[cuda]' && python bench/run.py moe-gpu
 
 Times are the GPU's own events, the median of RUNS, and each counts the bytes that it reads and writes. Rows are those
 of a step with TOKENS of 7168, top-8 of 256; 8-bit with scales on the way there, bfloat16 on the way back. All arrays

@@ -1,7 +1,7 @@
 """Install the libraries that `make bench-peers` measures, each in an environment of its own, and list what there is.
 
-usage: bench_peers.py install [NAME...] [--folder .venv-peers]
-       bench_peers.py list [--job transfers|kvcache|service|weights|moe] [--folder .venv-peers]
+usage: install_peers.py install [NAME...] [--folder .venv-peers]
+       install_peers.py list [--job transfers|kvcache|service|weights|moe] [--folder .venv-peers]
 
 An environment is stamped with what was asked of it once its library has been imported there; a second run starts no
 pip. What cannot be had is reported at the end and does not hold up the others: `install` fails only if it has nothing.
@@ -18,12 +18,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from environment import ROOT, exact
 
 WORKERS = ROOT / "bench" / "peers"
+FOLDER = ROOT / ".venv-peers"
 STAMP = ".installed"
 
 # NIXL's libfabric plugin is linked to the NVIDIA driver's library, and calls it for GPU memory alone. Where there is no
@@ -257,38 +262,40 @@ def install_all(names: list[str], folder: Path) -> int:
     return int(len(failed) == len(names))
 
 
-def show_all(folder: Path, job: str) -> int:
+def ways_of(job: str = "transfers", folder: str | Path = "") -> Iterator[dict[str, Any]]:
+    """Yield the ways of the peers that are installed and have a worker for a job; say which are missing."""
+    environments = Path(folder or FOLDER).absolute()
     for name, peer in PEERS.items():
         worker = getattr(peer, job) if job in JOBS else peer.worker
         if not worker:
             continue
-        if not installed(name, folder):
-            print(f"not installed: {name} (python tools/bench_peers.py install {name})", file=sys.stderr)
+        if not installed(name, environments):
+            print(f"not installed: {name} (python bench/install_peers.py install {name})", file=sys.stderr)
             continue
         # The service over sockets is for one loop, the quicker.
         for way in peer.ways[:1] if job == "service" else peer.ways:
-            line = {
+            yield {
                 "name": way.name,
-                "python": str(folder / name / "bin" / "python"),
+                "python": str(environments / name / "bin" / "python"),
                 "worker": str(WORKERS / worker),
                 "args": ["--variant", way.variant] if way.variant else [],
                 "providers": list(way.providers),
             }
-            print(json.dumps(line))
-    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install the peers of the benchmark, or list what is installed.")
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("install"), commands.add_parser("list")):
-        command.add_argument("--folder", type=Path, default=ROOT / ".venv-peers", help="of the environments")
+        command.add_argument("--folder", type=Path, default=FOLDER, help="of the environments")
     commands.choices["list"].add_argument("--job", choices=("transfers", *JOBS), default="transfers")
     commands.choices["install"].add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; or all")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     if arguments.command == "list":
-        return show_all(folder, arguments.job)
+        for way in ways_of(arguments.job, folder):
+            print(json.dumps(way))
+        return 0
     if unknown := set(arguments.names) - set(PEERS):
         parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     return install_all(arguments.names or list(PEERS), folder)

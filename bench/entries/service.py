@@ -1,8 +1,8 @@
 """Measure calls in aiote and in what programs use today: empty ones, arrays each way, a thousand at a time, a stream.
 
-usage: bench_service.py [--transport local|tcp] [--only NAME,...] [--cases NAME,...] [--runs 3] [--seconds 1.0]
+usage: run.py service [--transport local|tcp] [--only NAME,...] [--cases NAME,...] [--runs 3] [--seconds 1.0]
 
-The peers are those that `bench_peers.py install pyzmq sockets grpc http ray` has installed, each in an environment of
+The peers are those that `install_peers.py install pyzmq sockets grpc http ray` has installed, each in an environment of
 its own. All take part in each run, in turns; a figure is the median of its runs. Default settings: aiote over `local`
 and `socket`, the others over Unix sockets (Ray: as it likes) and TCP. Records go to build/bench-service.json.
 """
@@ -16,13 +16,11 @@ import subprocess
 import sys
 from typing import Any
 
-from run_tests import ROOT
+from harness import BUILD, WORKERS, chosen, keep, peers
 
 from aiote.bench.congestion import congestion_control
 from aiote.bench.contestants import Contestant
 
-BUILD = ROOT / "build"
-WORKERS = ROOT / "bench" / "peers"
 TRANSPORTS = {"local": "shm", "tcp": "tcp"}
 COLUMNS = {
     "empty": ("p50_us", "us"),
@@ -38,12 +36,9 @@ def contestants(folder: str) -> list[Contestant]:
     ours = (sys.executable, str(WORKERS / "service_aiote.py"))
     found = [Contestant("aiote", "aiote", ours, tuple(TRANSPORTS))]
     found.append(Contestant("aiote-uvloop", "aiote", (*ours, "--variant", "uvloop"), tuple(TRANSPORTS)))
-    tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "service"]
-    tool += ["--folder", folder] if folder else []
-    for line in subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines():
-        peer = json.loads(line)
-        transports = tuple(name for name, provider in TRANSPORTS.items() if provider in peer["providers"])
-        found.append(Contestant(peer["name"], "other", (peer["python"], peer["worker"]), transports))
+    for peer in peers("service", folder):
+        transports = tuple(name for name, provider in TRANSPORTS.items() if provider in peer.providers)
+        found.append(Contestant(peer.name, "other", peer.command[:2], transports))
     return found
 
 
@@ -98,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(COLUMNS), help=f"of {', '.join(COLUMNS)}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each case in a run")
-    parser.add_argument("--folder", default="", help="of the peers' environments, as bench_peers.py has it")
+    parser.add_argument("--folder", default="", help="of the peers' environments, as install_peers.py has it")
     return parser.parse_args()
 
 
@@ -107,19 +102,17 @@ def main() -> int:
     cases = arguments.cases.split(",")
     if unknown := set(cases) - set(COLUMNS):
         raise SystemExit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(COLUMNS)}")
-    wanted = tuple(filter(None, arguments.only.split(",")))
-    chosen = [one for one in contestants(arguments.folder) if not wanted or one.name.startswith(wanted)]
+    entered = chosen(contestants(arguments.folder), arguments.only)
     records: list[dict[str, Any]] = []
     for transport in arguments.transport or TRANSPORTS:
         rows: dict[str, list[dict[str, dict[str, float]]]] = {}
         for _ in range(arguments.runs):
-            for one in (one for one in chosen if transport in one.providers):
+            for one in (one for one in entered if transport in one.providers):
                 rows.setdefault(one.name, []).append(measure(one, transport, cases, arguments.seconds))
         medians = {name: {case: median([run[case] for run in runs]) for case in cases} for name, runs in rows.items()}
         show(transport, cases, medians)
         records.append({"transport": transport, "runs": rows, "medians": medians})
-    BUILD.mkdir(exist_ok=True)
-    (BUILD / "bench-service.json").write_text(json.dumps(records, indent=1))
+    keep(BUILD / "bench-service.json", records)
     return 0
 
 

@@ -3,7 +3,7 @@
 Run it in the environment of `make test-connectors`, with NIXL beside vLLM:
 
     .venv-hosts/vllm/bin/python -m pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-    .venv-hosts/vllm/bin/python -P tools/bench_vllm.py
+    .venv-hosts/vllm/bin/python -P bench/run.py vllm-connector
 
 Pairs of engines on the CPU, three with aiote's (whole requests, layer by layer, and reading) and one with NIXL's, take
 turns with prompts of some lengths: the prompt is computed by one and its next token by the other. What is said are
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs" / "hosts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "programs" / "hosts"))
 
 from vllm_models import write_model
 from vllm_sides import Side, prompt, transfer_config
