@@ -424,10 +424,7 @@ def decode(body: bytes) -> Message:
 
 
 def frame(body: bytes, seal: Seal | None = None) -> bytes:
-    """Return the bytes on the wire of a type byte and payload, sealed if a seal is given.
-
-    Raises UsageError if the frame would exceed its limit.
-    """
+    """Return a frame of a type byte and payload, sealed if a seal is given. Raises UsageError if it is too long."""
     limit = PLAIN_LIMIT if seal is None else SEALED_LIMIT
     length = len(body) + (0 if seal is None else TAG_BYTES)
     if length > limit:
@@ -460,10 +457,7 @@ class Seal:
         """Return the type byte and payload of the next frame; raises ControlError if its tag is wrong."""
         body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(tag, self.tag(body)):
-            raise ControlError(
-                "a frame has a wrong tag: it was changed or repeated, one before it was lost, or it "
-                "is of another session"
-            )
+            raise ControlError("a frame has a wrong tag: changed, repeated, after a lost one, or of another session")
         self.sequence += 1
         return body
 

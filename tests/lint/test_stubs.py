@@ -42,10 +42,11 @@ def test_stubs_agree_with_the_binaries(tmp_path):
 
 
 def test_a_wrong_stub_is_found(tmp_path):
-    package = tmp_path / "aiote_native"
-    package.mkdir()
-    (package / "__init__.pyi").write_text("")
-    (package / "status.pyi").write_text("def error_text(number: int, more: int) -> str: ...\n")
+    package = tmp_path / "aiote_native" / "system"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.pyi").write_text("")
+    (package / "base.pyi").write_text("def error_text(number: int, more: int) -> str: ...\n")
     done = stubtest(tmp_path, "aiote_native.system.base", search=tmp_path)
     assert done.returncode == 1
     assert "error_text" in done.stdout
