@@ -14,7 +14,7 @@ pytestmark = pytest.mark.blocking_allowed("no event loop runs here")
 
 def scaled(arguments: str, limit: int) -> subprocess.CompletedProcess[str]:
     """Run the command in a shell whose processes may have so many descriptors."""
-    command = f"ulimit -n {limit} && exec {sys.executable} -P {ROOT / 'tools' / 'scale.py'} {arguments}"
+    command = f"ulimit -n {limit} && exec {sys.executable} -P {ROOT / 'bench' / 'run.py'} scale {arguments}"
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
 
 
