@@ -25,10 +25,7 @@ def say(text: str) -> None:
 
 def peers(job: str = "transfers", folder: str = "") -> list[Contestant]:
     """Return what `install_peers.py` has installed of other libraries for a job; what is missing it says."""
-    return [
-        Contestant(one["name"], "other", (one["python"], one["worker"], *one["args"]), tuple(one["providers"]))
-        for one in ways_of(job, folder)
-    ]
+    return [Contestant.other(way) for way in ways_of(job, folder)]
 
 
 def chosen(everyone: Sequence[Contestant], only: str) -> list[Contestant]:

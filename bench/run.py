@@ -13,16 +13,22 @@ HOME = Path(__file__).resolve().parent
 ENTRIES = {path.stem: path for path in sorted((HOME / "entries").glob("*.py"))}
 
 
+def titled(name: str) -> str:
+    """Return a line with the name of an entry and the first sentence of its docstring."""
+    first, _, _ = ENTRIES[name].read_text().partition("\n")
+    title = first.strip('"')
+    return f"  {name:18} {title}"
+
+
 def main() -> int:
     """Run what the arguments name, as if it had been started itself; or return 2 and say what there is."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(__doc__, *map(titled, ENTRIES), sep="\n")
+        return 0
     if name not in ENTRIES:
-        out = sys.stdout if name in ("", "-h", "--help") else sys.stderr
-        print(f"no such benchmark: {name}" if out is sys.stderr else __doc__, file=out)
-        for entry, path in ENTRIES.items():
-            first, _, _ = path.read_text().partition("\n")
-            print(f"  {entry:18} {first.strip(chr(34))}", file=out)
-        return 2 if out is sys.stderr else 0
+        print(f"no such benchmark: {name}; there are:", *map(titled, ENTRIES), sep="\n", file=sys.stderr)
+        return 2
     sys.argv = [str(ENTRIES[name]), *sys.argv[2:]]
     # `python -P` leaves this folder out; an entry's own is not on the path, where its name would hide a library's.
     sys.path[:0] = [str(HOME), str(HOME.parent / "tools")]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from aiote.bench.devices import ports_of
 from aiote.bench.perftest import available
@@ -74,14 +75,18 @@ class Contestant:
     providers: tuple[str, ...] = ()
 
     @classmethod
+    def other(cls, told: dict[str, Any]) -> Contestant:
+        """Return a peer's worker as bench/install_peers.py tells of it. Raises KeyError, TypeError."""
+        command = (told["python"], told["worker"], *told.get("args", ()))
+        return cls(told["name"], "other", command, tuple(told["providers"]))
+
+    @classmethod
     def others(cls, path: Path) -> list[Contestant]:
         """Read the peers' workers, one JSON object a line. Raises BenchError for anything else."""
         found = []
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
-                told = json.loads(line)
-                command = (told["python"], told["worker"], *told.get("args", ()))
-                found.append(cls(told["name"], "other", command, tuple(told["providers"])))
+                found.append(cls.other(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise BenchError(f"{path}, line {number}: not a worker: {error}") from error
         return found

@@ -3,9 +3,9 @@
 `Pulse` is the native twin of `aiote.core.heartbeat_clock.HeartbeatClock`, whose module explains the rule. It keeps the
 times of one peer and reads no clock. `check_pulses` goes over the pulses of an engine, in C, and returns the peers that
 need their session: a heartbeat is due that only the session can send, the peer has been silent for too long, or work is
-in flight whose movement has to be watched. A thousand idle peers on this host then cost a thousand loads. Heartbeats
-that go over the network are sent and taken in the same pass, at most `MOST_PEERS` in one pass, so
-that the event loop does not stand still meanwhile.
+in flight whose movement has to be watched. A thousand idle peers on this host then cost a thousand loads. The same
+pass sends and takes the heartbeats that go over the network, those of at most `MOST_PEERS`, so that the event loop
+does not stand still meanwhile.
 
 Peers that have each other's wake-up page (system/wakeups.pyx) send no heartbeats: each engine counts its passes in its
 own page, and a peer whose count goes on is alive. The event loop does this counting, as it sends heartbeats, so a
@@ -28,17 +28,18 @@ from aiote_native.system.wakeups cimport PeerWakeup
 
 # The socket of a control connection: heartbeats go through it in C.
 #
-# Through the streams and tasks of an event loop a heartbeat each way takes about 150 us of CPU, of which the kernel's
-# part is a tenth. So an engine with a thousand peers on other hosts sends and takes its heartbeats here, all in one
-# pass (`check_pulses`). An event loop goes on reading the stream; all writing goes through this object, in order.
+# Through the streams and tasks of an event loop a heartbeat each way takes about 150 us of CPU; the kernel takes a
+# tenth of that. So an engine with a thousand peers on other hosts sends and takes its heartbeats here, all in one pass
+# (`check_pulses`). An event loop goes on reading the stream; all writing goes through this object, in order.
 #
-# `hear` takes from the socket only bytes that are certainly the next frame and a heartbeat. The bytes that wait are
-# exactly one frame, and the tag is right for the number of the frame that comes next. If the loop had read another
-# frame and not processed it yet, the number would differ. Everything else is left to the loop.
+# `hear_heartbeat` takes from the socket only bytes that are certainly the next frame and a heartbeat. The bytes that
+# wait are exactly one frame, and the tag is right for the number of the frame that comes next. If the loop had read
+# another frame and not processed it yet, the number would differ. Everything else is left to the loop.
 #
-# The kernel reports the socket as readable (SO_RCVLOWAT) only if more bytes wait than one heartbeat has, or at its end.
-# So a heartbeat wakes no process, and each other frame of a session is longer. When the loop has read a part of a
-# frame, or `hear` finds bytes that it does not take, the kernel reports every byte.
+# The kernel reports the socket as readable (SO_RCVLOWAT) only if more bytes wait than one heartbeat has, or at its
+# end. So a heartbeat wakes no process. Of the other frames only Mapped and Ready are as short, and both come before
+# heartbeats are carried. When the loop has read a part of a frame, or `hear_heartbeat` finds bytes that it does not
+# take, the kernel reports every byte.
 
 cdef extern from "<sys/socket.h>" nogil:
     ssize_t recv(int, void*, size_t, int)
@@ -151,7 +152,7 @@ cdef class ControlSocket:
                 self.wake_bytes = wanted
         return 0
 
-    cdef bint beat(self) except -1:
+    cpdef bint send_heartbeat(self) except -1:
         """Send a heartbeat; return False if the caller has to send it the ordinary way."""
         cdef int fd = -1 if self.busy or self.sealed_out is None else self.fileno()
         cdef bytes frame
@@ -169,7 +170,7 @@ cdef class ControlSocket:
             self.queue(frame[sent:])
         return True
 
-    cdef bint hear(self) except -1:
+    cpdef bint hear_heartbeat(self) except -1:
         """Take the heartbeat that waits; return whether there was one."""
         cdef uint8_t[MOST_FRAME + 1] found
         cdef int fd = -1 if self.sealed_in is None else self.fileno()
@@ -186,23 +187,11 @@ cdef class ControlSocket:
         self.sealed_in.sequence += 1
         return True
 
-    cdef double silence(self) except -1:
+    cpdef double seconds_silent(self) except -1:
         """Return how many seconds ago the last byte came, or infinity if the kernel does not say."""
         cdef int fd = self.fileno()
         cdef unsigned int ms = aiote_last_byte_ms(fd) if fd >= 0 else 0
         return ms / 1e3 if ms else INFINITY
-
-    def send_heartbeat(self) -> bool:
-        """Send a heartbeat; return False if the caller has to send it the ordinary way."""
-        return self.beat()
-
-    def hear_heartbeat(self) -> bool:
-        """Take the heartbeat that waits; return whether there was one."""
-        return self.hear()
-
-    def seconds_silent(self) -> float:
-        """Return how many seconds ago the last byte came, or infinity if the kernel does not say."""
-        return self.silence()
 
     def close(self) -> None:
         """Use the socket no longer. Idempotent."""
@@ -342,15 +331,15 @@ cdef class Pulse:
 
     cdef int use_socket(self, double early, BeatCounts counts) except -1:
         """Hear the heartbeat that waits, and send one that is due, if the socket allows both at once."""
-        if self.socket.hear():
+        if self.socket.hear_heartbeat():
             counts.heard += 1
             # It came after the look before. If that makes the peer expire, the kernel says when exactly.
             self.record_heard_at(max(self.looked_at, self.now - self.interval))
             self.taken_at = self.now
         elif self.now >= self.expiry():
-            self.record_heard_at(self.now - self.socket.silence())
+            self.record_heard_at(self.now - self.socket.seconds_silent())
         self.looked_at = self.now
-        if self.is_due_at(self.now, early) and self.socket.beat():
+        if self.is_due_at(self.now, early) and self.socket.send_heartbeat():
             counts.sent += 1
             self.sent_at = self.now
         return 0

@@ -235,10 +235,11 @@ async def test_over_plain_tcp_no_heartbeat_wakes_a_task(monkeypatch):
                 return min(ours.heartbeats_heard, ours.heartbeats_sent, theirs.heartbeats_heard, theirs.heartbeats_sent)
 
             await until(lambda: carried() > 1)
-            before, seen = len(processed), carried()
-            await until(lambda: carried() >= seen + 10)
-            # A machine that stood still meanwhile lets two come together, which the loop reads.
-            assert len(processed) - before <= 5
+            # If the machine stands still, two come together, and the loop reads them: look again.
+            before = -1
+            while len(processed) != before:
+                before, seen = len(processed), carried()
+                await until(lambda seen=seen: carried() >= seen + 5)
             await left.send(right.address, b"still in order")
             assert (await right.recv()).data == b"still in order"
 
