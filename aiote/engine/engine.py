@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.address import Address
 from ..links import ConnectionTable, NicEvents
 from ..observe import EngineStatistics, Event
-from ..rails import READ, WRITE, RailInfo, try_submit, try_submit_pages
+from ..rails import RailInfo
 from ..runtime import Runtime
 from ..transfers import (
     Changes,
@@ -75,7 +75,7 @@ class Engine(SharingVerbs):
             undo.callback(runtime.detach)
             nic_events = NicEvents(runtime)
             undo.pop_all()
-        self._runtime, self._links, self._core = runtime, links, runtime.core
+        self._runtime, self._links = runtime, links
         self._regions = Regions(runtime, links.leases)
         self._requests = Requests(runtime, links)
         self._counters = Counters(runtime)
@@ -126,7 +126,7 @@ class Engine(SharingVerbs):
     def statistics(self) -> EngineStatistics:
         """Return the counts since the engine was opened; callable from any thread."""
         return EngineStatistics.of(
-            self._links.inbox.add_counts(self._core.statistics()),
+            self._links.inbox.add_counts(self._runtime.core.statistics()),
             tuple(rail.device.served for rail in self._runtime.rail_set.rails),
             peers=self._links.connected,
             **self._regions.count_regions(),
@@ -218,9 +218,7 @@ class Engine(SharingVerbs):
         self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` the receiver counts 1 on it."""
-        return try_submit(self._core, Transfer, src, dst, WRITE, imm, rail, stream) or self._requests.write(
-            src, dst, imm, rail=rail, stream=stream
-        )
+        return self._requests.write(src, dst, imm, rail, stream)
 
     async def write(self, src: Region, dst: RemoteRegion, *, rail: RailChoice = None, stream: Any = None) -> None:
         """Write all of `src` to all of `dst`, one-sided; the bytes are in `dst` when this returns.
@@ -235,35 +233,25 @@ class Engine(SharingVerbs):
         2 for the thread's default, -1 for memory that is ready. The stream continues without synchronization. Raises
         UsageError for 0, a stream of another device, and a stream whose work is being captured.
         """
-        await (
-            try_submit(self._core, Transfer, src, dst, WRITE, None, rail, stream)
-            or self._requests.write(src, dst, None, waits=True, rail=rail, stream=stream)
-        )
+        await self._requests.write(src, dst, None, rail, stream, waits=True)
 
     def submit_write_imm(
         self, src: Region | None, dst: Target, imm: int, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write that counts 1 at the receiver; with `src` None send `imm` alone, to a peer or an owner."""
-        return try_submit(self._core, Transfer, src, dst, WRITE, imm, rail, stream) or self._requests.write(
-            src, dst, imm, rail=rail, stream=stream
-        )
+        return self._requests.write(src, dst, imm, rail, stream)
 
     async def write_imm(
         self, src: Region | None, dst: Target, imm: int, *, rail: RailChoice = None, stream: Any = None
     ) -> None:
         """Write like `write`; the receiver counts 1 on immediate `imm` (28 bits) once the bytes have arrived."""
-        await (
-            try_submit(self._core, Transfer, src, dst, WRITE, imm, rail, stream)
-            or self._requests.write(src, dst, imm, waits=True, rail=rail, stream=stream)
-        )
+        await self._requests.write(src, dst, imm, rail, stream, waits=True)
 
     def submit_read(
         self, src_remote: RemoteRegion, dst_local: Region, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return try_submit(self._core, Transfer, dst_local, src_remote, READ, None, rail, stream) or self._requests.read(
-            src_remote, dst_local, rail=rail, stream=stream
-        )
+        return self._requests.read(src_remote, dst_local, rail, stream)
 
     async def read(
         self, src_remote: RemoteRegion, dst_local: Region, *, rail: RailChoice = None, stream: Any = None
@@ -271,18 +259,13 @@ class Engine(SharingVerbs):
         """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
         returns. `stream` is as in `write`: the read starts after the kernels that still use `dst_local`.
         """
-        await (
-            try_submit(self._core, Transfer, dst_local, src_remote, READ, None, rail, stream)
-            or self._requests.read(src_remote, dst_local, waits=True, rail=rail, stream=stream)
-        )
+        await self._requests.read(src_remote, dst_local, rail, stream, waits=True)
 
     def submit_write_pages(
         self, src: Pages, dst: Pages, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` the receiver counts 1 for each page."""
-        return try_submit_pages(self._core, Transfer, src, dst, imm, rail, stream) or self._requests.pages(
-            src, dst, imm, rail=rail, stream=stream
-        )
+        return self._requests.write_pages(src, dst, imm, rail, stream)
 
     async def write_pages(
         self, src: Pages, dst: Pages, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
@@ -290,16 +273,13 @@ class Engine(SharingVerbs):
         """Write page i of `src` to page i of `dst` for all i, with one request and one await; an empty list completes
         at once. `stream` is as in `write`.
         """
-        await (
-            try_submit_pages(self._core, Transfer, src, dst, imm, rail, stream)
-            or self._requests.pages(src, dst, imm, waits=True, rail=rail, stream=stream)
-        )
+        await self._requests.write_pages(src, dst, imm, rail, stream, waits=True)
 
     def submit_read_pages(
         self, src_remote: Pages, dst_local: Pages, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start paged reads, page i of `src_remote` to page i of `dst_local`."""
-        return self._requests.read_pages(src_remote, dst_local, rail=rail, stream=stream)
+        return self._requests.read_pages(src_remote, dst_local, rail, stream)
 
     async def read_pages(
         self, src_remote: Pages, dst_local: Pages, *, rail: RailChoice = None, stream: Any = None
@@ -307,7 +287,7 @@ class Engine(SharingVerbs):
         """Read page i of `src_remote` into page i of `dst_local` for all i, with one request and one await; the local
         pages belong to the NIC until this returns. `stream` is as in `read`.
         """
-        await self._requests.read_pages(src_remote, dst_local, waits=True, rail=rail, stream=stream)
+        await self._requests.read_pages(src_remote, dst_local, rail, stream, waits=True)
 
     # Many peers at once.
 

@@ -39,12 +39,10 @@ from aiote_native.requests.request import (
     PageSet,
     RemoteSlice,
     Request,
+    RequestStarter,
     ScatterTargets,
     is_stream,
     scatter,
-    try_submit,
-    try_submit_message,
-    try_submit_pages,
 )
 from aiote_native.requests.threaded import ArmedRun, Direct, arm
 from aiote_native.system.base import ForkError, NativeAlarm, OwnLoop, StatusError, after_fork, error_text
@@ -101,6 +99,7 @@ __all__ = [
     "RemoteMemory",
     "RemoteSlice",
     "Request",
+    "RequestStarter",
     "ScatterTargets",
     "SharedPages",
     "SourceRange",
@@ -129,9 +128,6 @@ __all__ = [
     "section",
     "sharing_error",
     "sim_identity",
-    "try_submit",
-    "try_submit_message",
-    "try_submit_pages",
     "unfolded_bytes",
     "wake",
 ]

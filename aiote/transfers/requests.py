@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.address import Address
 from ..core.striping import check_immediate
 from ..errors import UsageError
-from ..rails import READ, WRITE, check_elements, try_submit_message
+from ..rails import READ, WRITE, RequestStarter, check_elements
 from .pages import Pages
 from .peer import Peer
 from .regions import Region, RemoteRegion
@@ -97,10 +97,15 @@ def _too_long(length: int, limit: int) -> UsageError:
     )
 
 
-class Requests:
-    """The verbs toward one peer, checked and started."""
+class Requests(RequestStarter[Transfer]):
+    """The verbs toward one peer.
+
+    `write`, `read`, `write_pages`, `read_pages` and `send` are native: they start what needs no closer look. They leave
+    all else to the methods here, which say what is wrong, find or connect the peer, and wait.
+    """
 
     def __init__(self, runtime: Runtime, finder: PeerFinder) -> None:
+        super().__init__(runtime.core, Transfer)
         self._runtime = runtime
         self._finder = finder
 
@@ -140,17 +145,16 @@ class Requests:
             remote.memory.link = peer.link
         return peer
 
-    def write(
+    def check_and_write(
         self,
         src: Region | None,
         dst: RemoteRegion | Peer | Address | str,
         imm: int | None,
-        *,
-        waits: bool = False,
-        rail: str | int | None = None,
-        stream: Any = None,
+        rail: str | int | None,
+        stream: Any,
+        waits: bool,
     ) -> Transfer:
-        """Start one write, with or without an immediate, or an immediate alone."""
+        """Check and start one write, with or without an immediate, or an immediate alone."""
         self._runtime.require_open()
         verb = "write" if imm is None else "write_imm"
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
@@ -199,16 +203,10 @@ class Requests:
 
         return self._submit(peer, what, launch, waits=waits, rail=rail)
 
-    def read(
-        self,
-        src: RemoteRegion,
-        dst: Region,
-        *,
-        waits: bool = False,
-        rail: str | int | None = None,
-        stream: Any = None,
+    def check_and_read(
+        self, src: RemoteRegion, dst: Region, rail: str | int | None, stream: Any, waits: bool
     ) -> Transfer:
-        """Start one read."""
+        """Check and start one read."""
         self._runtime.require_open()
         source = _remote(src, "read", "src_remote")
         target = self._require_own(_local(dst, "read", "dst_local"), "read")
@@ -237,17 +235,10 @@ class Requests:
         what = f"read of {source.nbytes} bytes"
         return self._submit(peer, what, launch, waits=waits, lease=source.lease, rail=rail, order=order)
 
-    def pages(
-        self,
-        src: Pages,
-        dst: Pages,
-        imm: int | None,
-        *,
-        waits: bool = False,
-        rail: str | int | None = None,
-        stream: Any = None,
+    def check_and_write_pages(
+        self, src: Pages, dst: Pages, imm: int | None, rail: str | int | None, stream: Any, waits: bool
     ) -> Transfer:
-        """Start paged writes."""
+        """Check and start paged writes."""
         self._runtime.require_open()
         _check_pages("write_pages", src, dst)
         source = self._require_own(_local(src.region, "write_pages", "src.region"), "write_pages")
@@ -256,10 +247,10 @@ class Requests:
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
         return self._start_pages("write_pages", src, source, dst, target, value, waits=waits, rail=rail, stream=stream)
 
-    def read_pages(
-        self, src: Pages, dst: Pages, *, waits: bool = False, rail: str | int | None = None, stream: Any = None
+    def check_and_read_pages(
+        self, src: Pages, dst: Pages, rail: str | int | None, stream: Any, waits: bool
     ) -> Transfer:
-        """Start paged reads."""
+        """Check and start paged reads."""
         self._runtime.require_open()
         _check_pages("read_pages", src, dst)
         source = _remote(src.region, "read_pages", "src.region")
@@ -307,10 +298,8 @@ class Requests:
             self._owner_of(remote), what, launch, waits=waits, lease=remote.lease, rail=rail, order=order
         )
 
-    def send(self, to: Peer | Address | str, payload: object, *, waits: bool = False) -> Transfer:
-        """Start one message; the payload is copied."""
-        if (quick := self._try_send(to, payload)) is not None:
-            return quick
+    def check_and_send(self, to: Peer | Address | str, payload: object, waits: bool) -> Transfer:
+        """Check and start one message; the payload is copied."""
         self._runtime.require_open()
         data = payload if type(payload) is bytes else _bytes_of(payload)
         what = f"send of {len(data)} bytes"
@@ -325,11 +314,9 @@ class Requests:
 
         return self._submit(peer, what, launch, waits=waits)
 
-    def _try_send(self, to: Peer | Address | str, payload: object) -> Transfer | None:
-        """Start a message at once if its peer is connected and no check is left; otherwise return None."""
+    def link_to(self, to: Peer | Address | str) -> PeerLink | None:
+        """Return the link to a peer that is connected; None for any other, and for text."""
         if type(to) is Peer:
-            link = to._connection.link
-        else:
-            connection = self._finder.look_up(to) if type(to) is Address else None
-            link = None if connection is None else connection.link
-        return None if link is None else try_submit_message(self._runtime.core, Transfer, link, payload)
+            return to._connection.link
+        connection = self._finder.look_up(to) if type(to) is Address else None
+        return None if connection is None else connection.link

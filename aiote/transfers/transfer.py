@@ -64,7 +64,7 @@ class Transfer(Request):
     continues. Several tasks may await one transfer.
     """
 
-    # A transfer that starts at once is made without `__init__` (`rails.try_submit`); then it has only these values.
+    # A transfer that starts at once is made without `__init__` (`RequestStarter`); then it has only these values.
     peer: TransferOwner
     _text = ""
     _revoked = False

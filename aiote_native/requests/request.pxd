@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.channels.peers cimport PeerLink
+from aiote_native.engine.core cimport Core
 from aiote_native.engine.structs cimport Op
 from aiote_native.requests.operations cimport Flight, LocalMemory, Operation, PageIndex, RemoteMemory
 
@@ -42,6 +43,14 @@ cdef class Awaiting:
     cdef object inner
     cdef bint interrupted
     cdef object interrupt(self, error)
+
+cdef class RequestStarter:
+    cdef Core core
+    cdef type kind
+    cdef Request start_slices(self, local, remote, bint reads, imm, stream)
+    cdef Request start_pages(self, pages, onto, bint reads, imm, stream)
+    cdef Request start_message(self, PeerLink link, bytes payload)
+    cdef Request record_start(self, Request request, RemoteMemory memory, PeerLink link=*)
 
 cdef class TargetOps:
     cdef Op* ops

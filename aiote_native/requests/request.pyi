@@ -1,5 +1,5 @@
 from collections.abc import Generator
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from aiote_native.channels.peers import PeerLink
 from aiote_native.engine.core import Core
@@ -61,20 +61,34 @@ class Awaiting:
 _R = TypeVar("_R", bound=Request)
 
 def is_stream(number: int) -> bool: ...
-def try_submit(
-    core: Core,
-    kind: type[_R],
-    local: object,
-    remote: object,
-    reads: bool,
-    imm: object,
-    rail: object = None,
-    stream: object = None,
-) -> _R | None: ...
-def try_submit_message(core: Core, kind: type[_R], link: PeerLink, payload: object) -> _R | None: ...
-def try_submit_pages(
-    core: Core, kind: type[_R], pages: object, onto: object, imm: object, rail: object = None, stream: object = None
-) -> _R | None: ...
+
+class RequestStarter(Generic[_R]):
+    def __init__(self, core: Core, kind: type[_R]) -> None: ...
+    def write(
+        self,
+        src: object,
+        dst: object,
+        imm: object = None,
+        rail: object = None,
+        stream: object = None,
+        waits: bool = False,
+    ) -> _R: ...
+    def read(
+        self, src: object, dst: object, rail: object = None, stream: object = None, waits: bool = False
+    ) -> _R: ...
+    def write_pages(
+        self,
+        src: object,
+        dst: object,
+        imm: object = None,
+        rail: object = None,
+        stream: object = None,
+        waits: bool = False,
+    ) -> _R: ...
+    def read_pages(
+        self, src: object, dst: object, rail: object = None, stream: object = None, waits: bool = False
+    ) -> _R: ...
+    def send(self, to: object, payload: object, waits: bool = False) -> _R: ...
 
 class TargetOps:
     count: int

@@ -1,5 +1,7 @@
 """Requests to one target and to many: checked in C, submitted in one call, awaited as one object."""
 
+from types import GenericAlias
+
 cimport cython
 from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -18,10 +20,9 @@ from aiote_native.system.buffers cimport AcquiredBuffer
 
 # Requests as coroutines see them: started in one call, and awaited without a frame of Python.
 #
-# `try_submit` starts a request that needs no closer look: the memory of both sides is open and of one length, and the
-# peer is connected and has room. Its caller handles everything else, because it knows how to wait and what errors to
-# raise. At 100,000 awaited requests a second, each used to cost 7 us, most of it in a dozen Python calls that found
-# nothing to do.
+# `RequestStarter` starts a request that needs no closer look: the memory of both sides is open and of one length, and the
+# peer is connected and has room. At 100,000 awaited requests a second, each used to cost 7 us, most of it in a dozen
+# Python calls that found nothing to do.
 
 cdef extern from "Python.h":
     void* PyType_GetSlot(type, int) noexcept
@@ -40,6 +41,7 @@ cdef enum:
     LEGACY = 1  # the default streams, as DLPack and the driver number them
     PER_THREAD = 2
     FIRST_ADDRESS = 4096
+    NO_IMMEDIATE = -1
 
 
 cdef int leave_link(PeerLink link) except -1:
@@ -317,8 +319,17 @@ cdef Request make_request(type kind, object peer):
     return request
 
 
-cdef bint is_open_to(Core core, LocalSlice here, RemoteSlice there):
+cdef int64_t immediate_of(imm):
+    """Return the immediate of a request, NO_IMMEDIATE for None, and less than that for what needs a closer look."""
+    if imm is None:
+        return NO_IMMEDIATE
+    return imm if type(imm) is int and 0 <= imm <= LARGEST_IMMEDIATE else NO_IMMEDIATE - 1
+
+
+cdef bint is_open_to(Core core, LocalSlice here, RemoteSlice there, bint reads):
     """Return whether one more request may start, without the caller's consent, between two slices over their link."""
+    if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
+        return False
     if there.memory.link is None or core.closing or core.on_submit is None:
         return False
     link = <PeerLink?> there.memory.link
@@ -363,110 +374,130 @@ cdef Order order_behind(LocalSlice here, stream):
     return order
 
 
-cdef int hold_lease(RemoteMemory memory, Request request) except -1:
-    """Count a started request as one through its memory's lease, if the memory belongs to one."""
-    if memory.lease:
-        request.lease = memory.lease
-        request.hold(memory.lease_flight)
-    return 0
+cdef class RequestStarter:
+    """The verbs toward one peer: what needs no closer look starts here, everything else in a subclass.
 
-
-cdef int record_start(Core core, PeerLink link, Request request) except -1:
-    request.link = link
-    link.unfinished += 1
-    if not core.awake:
-        core.on_submit()
-    return 0
-
-
-def try_submit(Core core, type kind, local, remote, bint reads, imm, rail=None, stream=None):
-    """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
-
-    Return None, without any effect, if something needs a closer look.
+    The methods of the same name with `check_and_` are the subclass's: it knows how to wait for a connection and for
+    room, and what to tell of a mistake. `kind` is a subclass of `Request`, made here without its `__init__`.
     """
-    cdef LocalSlice here
-    cdef RemoteSlice there
-    cdef PeerLink link
-    cdef Request request
-    cdef Order order = None
-    cdef int64_t value = -1
-    if rail is not None:
-        return None
-    if imm is not None:
-        if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
+
+    __class_getitem__ = classmethod(GenericAlias)  # of the requests' class, for type checkers
+
+    def __init__(self, Core core not None, type kind not None):
+        self.core = core
+        self.kind = kind
+
+    def write(self, src, dst, imm=None, rail=None, stream=None, bint waits=False):
+        """Start one write, with or without an immediate, or an immediate alone (`src` None); return its request.
+
+        With `waits` it waits for room beyond the limit of unfinished requests, without it QueueFull is raised.
+        """
+        cdef Request request = self.start_slices(src, dst, False, imm, stream) if rail is None else None
+        return self.check_and_write(src, dst, imm, rail, stream, waits) if request is None else request
+
+    def read(self, src, dst, rail=None, stream=None, bint waits=False):
+        """Start one read and return its request; `waits` is as in `write`."""
+        cdef Request request = self.start_slices(dst, src, True, None, stream) if rail is None else None
+        return self.check_and_read(src, dst, rail, stream, waits) if request is None else request
+
+    def write_pages(self, src, dst, imm=None, rail=None, stream=None, bint waits=False):
+        """Start paged writes and return their request; `waits` is as in `write`."""
+        cdef Request request = self.start_pages(src, dst, False, imm, stream) if rail is None else None
+        return self.check_and_write_pages(src, dst, imm, rail, stream, waits) if request is None else request
+
+    def read_pages(self, src, dst, rail=None, stream=None, bint waits=False):
+        """Start paged reads and return their request; `waits` is as in `write`."""
+        cdef Request request = self.start_pages(dst, src, True, None, stream) if rail is None else None
+        return self.check_and_read_pages(src, dst, rail, stream, waits) if request is None else request
+
+    def send(self, to, payload, bint waits=False):
+        """Start one message, of a copy of the payload, and return its request; `waits` is as in `write`."""
+        cdef Request request = None
+        if type(payload) is bytes:
+            link = self.link_to(to)
+            request = None if link is None else self.start_message(link, payload)
+        return self.check_and_send(to, payload, waits) if request is None else request
+
+    cdef Request start_slices(self, local, remote, bint reads, imm, stream):
+        """Start one write (or read) between two slices; None, without any effect, if something needs a closer look."""
+        cdef LocalSlice here
+        cdef RemoteSlice there
+        cdef Request request
+        cdef Order order = None
+        cdef int64_t value = immediate_of(imm)
+        if value < NO_IMMEDIATE or not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
             return None
-        value = imm
-    if not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
-        return None
-    here = <LocalSlice> local
-    there = <RemoteSlice> remote
-    if here.nbytes != there.nbytes or not is_open_to(core, here, there):
-        return None
-    link = <PeerLink> there.memory.link
-    if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
-        return None
-    if not is_ready(here, stream):
-        order = order_behind(here, stream)
-        if order is None:
+        here = <LocalSlice> local
+        there = <RemoteSlice> remote
+        if here.nbytes != there.nbytes or not is_open_to(self.core, here, there, reads):
             return None
-    request = make_request(kind, link.peer)
-    request.order = order
-    request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
-    request.op.part_bytes = here.nbytes
-    request.op.parts = 1
-    core.begin(link, request, reads, value)
-    hold_lease(there.memory, request)
-    record_start(core, link, request)
-    return request
+        if not is_ready(here, stream):
+            order = order_behind(here, stream)
+            if order is None:
+                return None
+        request = make_request(self.kind, (<PeerLink> there.memory.link).peer)
+        request.order = order
+        request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
+        request.op.part_bytes = here.nbytes
+        request.op.parts = 1
+        self.core.begin(<PeerLink> there.memory.link, request, reads, value)
+        return self.record_start(request, there.memory)
 
-
-def try_submit_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
-    """Start paged writes and return their request, or None, as `try_submit` does."""
-    cdef PageSet source, target
-    cdef LocalSlice here
-    cdef RemoteSlice there
-    cdef PeerLink link
-    cdef Request request
-    cdef Order order = None
-    if rail is not None or not isinstance(pages, PageSet) or not isinstance(onto, PageSet):
-        return None
-    if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
-        return None
-    source = <PageSet> pages
-    target = <PageSet> onto
-    if not isinstance(source.region, LocalSlice) or not isinstance(target.region, RemoteSlice):
-        return None
-    here = <LocalSlice> source.region
-    there = <RemoteSlice> target.region
-    if source.index.count != target.index.count or source.page_bytes != target.page_bytes:
-        return None
-    if not is_open_to(core, here, there) or not there.memory.writable:
-        return None
-    if not is_ready(here, stream):
-        order = order_behind(here, stream)
-        if order is None:
+    cdef Request start_pages(self, pages, onto, bint reads, imm, stream):
+        """Start paged writes (or reads) between two sets of pages; None as in `start_slices`."""
+        cdef PageSet ours, theirs
+        cdef LocalSlice here
+        cdef RemoteSlice there
+        cdef Request request
+        cdef Order order = None
+        cdef int64_t value = immediate_of(imm)
+        if value < NO_IMMEDIATE or not isinstance(pages, PageSet) or not isinstance(onto, PageSet):
             return None
-    link = <PeerLink> there.memory.link
-    request = make_request(kind, link.peer)
-    request.order = order
-    core.submit_pages(link, request, here.memory, here.start + source.offset, source.index, source.stride,
-                      there.memory, there.start + target.offset, target.index, target.stride, source.page_bytes, imm)
-    hold_lease(there.memory, request)
-    record_start(core, link, request)
-    return request
+        ours = <PageSet> pages
+        theirs = <PageSet> onto
+        if not isinstance(ours.region, LocalSlice) or not isinstance(theirs.region, RemoteSlice):
+            return None
+        here = <LocalSlice> ours.region
+        there = <RemoteSlice> theirs.region
+        if ours.index.count != theirs.index.count or ours.page_bytes != theirs.page_bytes:
+            return None
+        if not is_open_to(self.core, here, there, reads):
+            return None
+        if not is_ready(here, stream):
+            order = order_behind(here, stream)
+            if order is None:
+                return None
+        request = make_request(self.kind, (<PeerLink> there.memory.link).peer)
+        request.order = order
+        self.core.submit_pages(<PeerLink> there.memory.link, request, here.memory, here.start + ours.offset, ours.index,
+                               ours.stride, there.memory, there.start + theirs.offset, theirs.index, theirs.stride,
+                               ours.page_bytes, value, reads)
+        return self.record_start(request, there.memory)
 
+    cdef Request start_message(self, PeerLink link, bytes payload):
+        """Start one message; None as in `start_slices`."""
+        cdef Core core = self.core
+        cdef Request request
+        if core.closing or core.on_submit is None or not is_open_for(core, link):
+            return None
+        if link.state.mailbox == NULL or len(payload) > link.message_limit or not alive(&core.engine):
+            return None
+        request = make_request(self.kind, link.peer)
+        core.submit_send(link, request, payload)
+        return self.record_start(request, None, link)
 
-def try_submit_message(Core core, type kind, PeerLink link, payload):
-    """Start one message and return its request, or None, as `try_submit` does."""
-    cdef Request request
-    if type(payload) is not bytes or core.closing or core.on_submit is None or not is_open_for(core, link):
-        return None
-    if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
-        return None
-    request = make_request(kind, link.peer)
-    core.submit_send(link, request, payload)
-    record_start(core, link, request)
-    return request
+    cdef Request record_start(self, Request request, RemoteMemory memory, PeerLink link=None):
+        """Count a started request as one of its link, and of its memory's lease if it has one; return it."""
+        if memory is not None:
+            link = <PeerLink> memory.link
+            if memory.lease:
+                request.lease = memory.lease
+                request.hold(memory.lease_flight)
+        request.link = link
+        link.unfinished += 1
+        if not self.core.awake:
+            self.core.on_submit()
+        return request
 
 
 # The targets of one scatter: one native transfer for each, and one Python object and one await for all of them.
