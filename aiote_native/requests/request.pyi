@@ -1,4 +1,5 @@
 from collections.abc import Generator
+from types import GenericAlias
 from typing import Any, Generic, Self, TypeVar
 
 from aiote_native.channels.peers import PeerLink
@@ -63,6 +64,8 @@ _R = TypeVar("_R", bound=Request)
 def is_stream(number: int) -> bool: ...
 
 class RequestStarter(Generic[_R]):
+    @classmethod
+    def __class_getitem__(cls, item: Any, /) -> GenericAlias: ...
     def __init__(self, core: Core, kind: type[_R]) -> None: ...
     def write(
         self,
@@ -73,9 +76,7 @@ class RequestStarter(Generic[_R]):
         stream: object = None,
         waits: bool = False,
     ) -> _R: ...
-    def read(
-        self, src: object, dst: object, rail: object = None, stream: object = None, waits: bool = False
-    ) -> _R: ...
+    def read(self, src: object, dst: object, rail: object = None, stream: object = None, waits: bool = False) -> _R: ...
     def write_pages(
         self,
         src: object,

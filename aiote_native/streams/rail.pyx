@@ -32,7 +32,7 @@ from aiote_native.system.base import StatusError
 # frame are read and dropped, so that the next frames are served. A malformed frame breaks the stream.
 
 cdef enum:
-    # Bytes of one call: at 15 GB/s they take 70 us, over loopback's TCP 0.3 ms, and then the event loop may have its turn.
+    # Bytes of one call: at 15 GB/s they take 70 us, over loopback's TCP 0.3 ms, and then the event loop has its turn.
     # A turn of asyncio costs about 40 us, so with 256 KiB a third of the time over TCP went into turns.
     BUDGET = 1 << 20
     DROPPED = 16384
