@@ -20,9 +20,9 @@ from aiote_native.system.buffers cimport AcquiredBuffer
 
 # Requests as coroutines see them: started in one call, and awaited without a frame of Python.
 #
-# `RequestStarter` starts a request that needs no closer look: the memory of both sides is open and of one length, and the
-# peer is connected and has room. At 100,000 awaited requests a second, each used to cost 7 us, most of it in a dozen
-# Python calls that found nothing to do.
+# `RequestStarter` starts a request that needs no closer look: the memory of both sides is open and of one length, and
+# the peer is connected and has room. At 100,000 awaited requests a second, each used to cost 7 us, most of it in a
+# dozen Python calls that found nothing to do.
 
 cdef extern from "Python.h":
     void* PyType_GetSlot(type, int) noexcept
