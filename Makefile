@@ -119,7 +119,7 @@ scale: system  ## measure one engine with ten thousand simulated peers, in 70,00
 	@$(READY) run --install
 	$(BIN)/python bench/run.py scale $(ARGS)
 
-bench: system  ## measure aiote beside plain C, tcp and shm, with every libfabric here; ARGS="write --runs 9"
+bench: system  ## measure aiote beside plain C, with default settings, then spinning; ARGS="write --runs 9"
 	@$(READY) bench --install
 	$(BIN)/python bench/run.py compare $(ARGS)
 

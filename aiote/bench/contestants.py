@@ -32,6 +32,8 @@ __all__ = [
 
 OWN = ("verbs", "local", "socket")
 """Providers that need no libfabric."""
+ELSEWHERE = {"local": "shm", "socket": "tcp"}
+"""What moves bytes by the same means as our own rails, by the names that other libraries' workers take."""
 
 # The program is beside this file in an installed package, and in the build folder of an editable one.
 RAW = Path(str(files("aiote.bench").joinpath("aiote-bench-raw")))
@@ -73,6 +75,10 @@ class Contestant:
     kind: str
     command: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
+
+    def takes_part(self, provider: str) -> bool:
+        """Tell whether it can be compared over a provider."""
+        return not self.providers or ELSEWHERE.get(provider, provider) in self.providers
 
     @classmethod
     def other(cls, told: dict[str, Any]) -> Contestant:
@@ -127,8 +133,11 @@ def worker_command(contestant: Contestant, role: str, setting: Setting, processo
     """Return the command of one side. Raises BenchError if the contestant does not support the setting."""
     if contestant.kind != "aiote" and setting.memory != "host":
         raise BenchError(f"{contestant.name}: only aiote's own loops can move GPU memory; use --memory host")
+    provider, mode = setting.provider, setting.mode
     if contestant.kind == "other":
         command = [*contestant.command, "--role", role]
+        # Other libraries have no default but to poll, or sleep in either mode.
+        provider, mode = ELSEWHERE.get(provider, provider), "spin" if mode == "default" else mode
     else:
         make = aiote_worker if contestant.kind == "aiote" else raw_worker
         command = make(role, setting, host)
@@ -136,7 +145,7 @@ def worker_command(contestant: Contestant, role: str, setting: Setting, processo
             command += ["--library", setting.library]
         if rails := _rails(contestant.kind, role, setting, host):
             command += ["--rails", rails]
-    command += ["--provider", setting.provider, "--mode", setting.mode]
+    command += ["--provider", provider, "--mode", mode]
     return [*command, "--arena", str(setting.arena), "--cpu", str(processor)]
 
 
@@ -157,9 +166,10 @@ def processors() -> tuple[int, int]:
 @contextlib.contextmanager
 def start(contestant: Contestant, setting: Setting, machine: TargetMachine | None = None) -> Iterator[Pair]:
     """Start both sides of a contestant and connect them. The target runs on `machine` if given, else on this one."""
-    here, there = processors()
+    # Default settings are for a machine on which nobody has pinned anything.
+    here, there = processors() if setting.mode != "default" else (-1, -1)
     with contextlib.ExitStack() as stack:
-        needs_eventfds = contestant.kind == "raw" and setting.provider == "shm" and setting.mode == "event"
+        needs_eventfds = contestant.kind == "raw" and setting.provider in ("shm", "local") and setting.mode != "spin"
         ours: Sequence[str] = ()
         theirs: Sequence[str] = ()
         fds: Sequence[int] = ()
@@ -185,7 +195,8 @@ def start(contestant: Contestant, setting: Setting, machine: TargetMachine | Non
             fds=fds,
         )
         stack.callback(side.close)
-        yield _meet_peer(Pair(contestant.name, side, initiator))
+        stops = (initiator, side) if contestant.kind == "other" else ()
+        yield _meet_peer(Pair(contestant.name, side, initiator, stops))
 
 
 def _meet_peer(pair: Pair) -> Pair:

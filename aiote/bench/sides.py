@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import time
@@ -107,6 +108,11 @@ class LocalSide:
         return self._lines.next(patience)
 
     @property
+    def pid(self) -> int:
+        """The number of its process, which leads a group of its own."""
+        return self._process.pid
+
+    @property
     def output(self) -> IO[bytes]:
         """The stream of the worker's answers. A relay reads it."""
         assert self._process.stdout is not None
@@ -118,9 +124,22 @@ class LocalSide:
         self._process.stdin.write(data)
         self._process.stdin.flush()
 
+    def stop(self) -> None:
+        """Stop its processes until `go_on`; if this program ends before, the system lets them go on, and end."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let its processes run again. Idempotent."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
     def close(self) -> None:
         """End the worker: close its input first, kill it after two seconds."""
         process = self._process
+        self.go_on()
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):
@@ -149,12 +168,18 @@ def eventfds() -> Iterator[tuple[int, int]]:
 
 
 class Pair:
-    """The two workers of one contestant, connected."""
+    """The two workers of one contestant, connected.
 
-    def __init__(self, name: str, target: BenchSide, initiator: BenchSide) -> None:
+    stops: workers of this machine that are stopped between their runs, because their threads may poll.
+    """
+
+    def __init__(
+        self, name: str, target: BenchSide, initiator: BenchSide, stops: Sequence[LocalSide] = ()
+    ) -> None:
         self.name = name
         self.target = target
         self.initiator = initiator
+        self._stops = stops
         self.library = ""
         self.broken = ""
 
@@ -166,9 +191,22 @@ class Pair:
         self.initiator.send(f"peer {cards[self.target]['address']}")
         for side in (self.target, self.initiator):
             side.receive()
+        self._stop()
+
+    def _stop(self) -> None:
+        for side in self._stops:
+            side.stop()
 
     def run(self, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Do one run and return the results of initiator and target. Raises BenchError, Unsupported."""
+        for side in self._stops:
+            side.go_on()
+        try:
+            return self._run(line)
+        finally:
+            self._stop()
+
+    def _run(self, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
         sides = self.target, self.initiator
         for side in sides:
             side.send(line)

@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     ),
     "provider": (
         str,
-        typer.Option("tcp", help="verbs, tcp, shm or another provider of libfabric; several with commas."),
+        typer.Option("tcp", help="local, socket, verbs, or a provider of libfabric; several with commas."),
     ),
     "library": (
         list[str] | None,
@@ -82,7 +82,7 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     "pages": (int, typer.Option(2048, min=1, max=1 << 20, help="Pages of a request.")),
     "mode": (
         Literal["spin", "event", "default"],
-        typer.Option("spin", help="How to wait: spin, sleep (event), or as engines do (default)."),
+        typer.Option("spin", help="How to wait: spin, sleep (event), or spin for 50 us first (default), as engines do."),
     ),
     "loop": (
         Literal["asyncio", "uvloop", "trio"],
@@ -275,7 +275,7 @@ def _one_setting(
     with contextlib.ExitStack() as stack, console.status("starting") as status:
         entries = []
         for contestant in contestants:
-            if contestant.providers and setting.provider not in contestant.providers:
+            if not contestant.takes_part(setting.provider):
                 continue
             status.update(f"{setting.provider}: starting {contestant.name}")
             try:
@@ -363,16 +363,12 @@ def _require_host_memory(values: dict[str, Any]) -> None:
 
 def _raw(values: dict[str, Any]) -> None:
     _require_host_memory(values)
-    if values["mode"] == "default":
-        _fail("--mode default is for engines only; the raw loops spin or sleep (event)", 2)
     _measure([RAW], _options([values["op"]], values))
 
 
 def _compare(values: dict[str, Any]) -> None:
     _require_host_memory(values)
     options = _options(values["ops"] or OPS, values)
-    if values["mode"] == "default":
-        _fail("--mode default is for engines only; compare with --mode spin or event, so that all wait alike", 2)
     try:
         others = values["others"]
         contestants = [RAW, AIOTE, *(Contestant.others(others) if others is not None else ())]
@@ -428,6 +424,6 @@ _add(
     """,
     _compare,
     ("op", "gpu_sharing", "listen", "host"),
-    provider="tcp,shm",
+    provider="local,socket",
 )
 app.command("scatter")(posting.command)

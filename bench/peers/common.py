@@ -333,7 +333,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--provider", choices=("tcp", "shm"), required=True)
     parser.add_argument("--mode", choices=("spin", "event"), required=True)
     parser.add_argument("--arena", type=int, required=True, help="bytes of memory to transfer from or into")
-    parser.add_argument("--cpu", type=int, required=True, help="the processor to stay on")
+    parser.add_argument("--cpu", type=int, required=True, help="the processor to stay on; -1: any")
     parser.add_argument("--variant", default="", help="which of the library's ways, where it has several")
     return Options(**vars(parser.parse_args(arguments)))
 
@@ -366,7 +366,8 @@ def reporting(parent: Parent) -> Iterator[None]:
 def serve(make: Callable[[Options, Arena], Worker]) -> None:
     """Be a worker until the parent says that it is enough."""
     options = parse_options()
-    os.sched_setaffinity(0, {options.cpu})
+    if options.cpu >= 0:
+        os.sched_setaffinity(0, {options.cpu})
     parent = Parent()
     with reporting(parent):
         arena = Arena(options.arena)

@@ -43,15 +43,18 @@ static uint8_t *allocate(size_t bytes) {
 }
 
 static void settings(struct raw *self, int argc, char **argv) {
+    const char *mode = value_of(argc, argv, "--mode", "spin");
     cpu_set_t set;
     if (argc % 2 == 0) fail("options come in pairs: --name value");
     self->target = strcmp(value_of(argc, argv, "--role", "target"), "target") == 0;
     self->provider = value_of(argc, argv, "--provider", "tcp");
     self->kind = strcmp(self->provider, "verbs") == 0 ? &verbs_kind : &fabric_kind;
+    if (strcmp(self->provider, "local") == 0 || strcmp(self->provider, "socket") == 0) self->kind = &wire_kind;
     self->library = value_of(argc, argv, "--library", "");
     self->host = value_of(argc, argv, "--host", "127.0.0.1");
     self->rails = value_of(argc, argv, "--rails", "");
-    self->sleeps = strcmp(value_of(argc, argv, "--mode", "spin"), "event") == 0;
+    self->sleeps = strcmp(mode, "spin") != 0;
+    self->spin_ns = strcmp(mode, "default") == 0 ? SPIN_NS : 0;
     self->processor = atoi(value_of(argc, argv, "--cpu", "-1"));
     self->own_eventfd = atoi(value_of(argc, argv, "--own-eventfd", "-1"));
     self->peer_eventfd = atoi(value_of(argc, argv, "--peer-eventfd", "-1"));

@@ -1,6 +1,6 @@
 /* The baseline: what aiote's loops cost in plain C over the same provider, with the same promises (a write is done when
  * its bytes are in the target's memory). One process a side; main.c has the line protocol, loops.c the measured work,
- * work.c what those loops are made of, fabric.c and verbs.c the two kinds of rails. */
+ * work.c what those loops are made of, fabric.c, verbs.c and wire.c the kinds of rails. */
 #ifndef AIOTE_RAW_H
 #define AIOTE_RAW_H
 
@@ -16,6 +16,7 @@ enum {
     MESSAGE_BYTES = 65536,
     END = 0xE7D,     /* the immediate that ends a run, beside those that are counted */
     COUNTED = 1,
+    SPIN_NS = 50000, /* as engines do by default (EngineConfig.spin_us) */
 };
 
 enum what { WRITE, READ, SEND, RECEIVE, CONTROL };
@@ -55,12 +56,13 @@ struct kind {
     void (*close)(struct raw *self);
 };
 
-extern const struct kind fabric_kind, verbs_kind;
+extern const struct kind fabric_kind, verbs_kind, wire_kind;
 
 struct raw {
     const struct kind *kind;
     const char *provider, *library, *rails, *host;
     bool target, sleeps;
+    uint64_t spin_ns, busy_ns;    /* how long it polls in vain before it sleeps, and when it last did not */
     int processor, own_eventfd, peer_eventfd;
     uint8_t *arena;
     size_t arena_bytes;

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <time.h>
 
 struct work *work_take(struct raw *self, enum what what, uint64_t group) {
     struct work *work = self->spare;
@@ -37,9 +38,19 @@ int post(struct raw *self, int rail, struct work *work, uint64_t local, uint64_t
     return code;
 }
 
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 void progress(struct raw *self) {
-    if (self->kind->poll(self) > 0) self->kind->flush(self);
-    else if (self->sleeps) self->kind->sleep(self);
+    if (self->kind->poll(self) > 0) {
+        self->kind->flush(self);
+        if (self->spin_ns) self->busy_ns = now_ns();
+    } else if (self->sleeps && (self->spin_ns == 0 || now_ns() - self->busy_ns >= self->spin_ns)) {
+        self->kind->sleep(self);
+    }
 }
 
 void post_receives(struct raw *self) {

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +147,22 @@ def test_another_library_s_failure_is_a_note_and_ends_nobody_else_s_measurement(
             ours, other = measure(entries, Work("rate", 8, 1, 1), Setting("shm", mode="event"), RunPlan(2, 0.01))
             assert (ours.runs, other.runs, other.ratio) == (2, 0, None)
             assert "the data are wrong" in other.note
+
+
+def test_workers_whose_threads_may_poll_are_stopped_between_their_runs():
+    """Else they would take the processors of those that are measured meanwhile."""
+    sides = fake(), fake()
+
+    def states() -> list[str]:
+        return [Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[0] for one in sides]
+
+    with Pair("theirs", *sides, stops=sides) as made:
+        made.meet()
+        assert states() == ["T", "T"]
+        for count in (1, 2):
+            found, _ = made.run(Work("rate", 8, 1, count).line())
+            assert found["verified"]
+            assert states() == ["T", "T"]
 
 
 def test_half_a_result_is_no_measurement():
