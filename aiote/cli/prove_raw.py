@@ -33,8 +33,11 @@ STARTS_S = 10.0
 def beside(run: Run) -> Outcome:
     """Measure aiote and the raw library in turns. If no tool fits, the outcome says why."""
     subject, started = run.subject, time.monotonic()
-    if subject.what in ("sim", "cuda", "local", "socket"):
+    if subject.what in ("sim", "cuda"):
         return Outcome(NAME, CLAIM, "not run", f"no tool measures {subject.what} beside aiote")
+    if subject.what in ("local", "socket"):
+        command = f"aiote bench compare --provider {subject.what}"
+        return Outcome(NAME, CLAIM, "not run", f"they are about the host, not about a rail; {command} measures them")
     if subject.place is not None:
         return Outcome(NAME, CLAIM, "not run", "the tools start both sides; run the command without --connect for them")
     records: list[dict[str, Any]] = []
