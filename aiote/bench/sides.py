@@ -127,6 +127,9 @@ class LocalSide:
     def stop(self) -> None:
         """Stop its processes until `go_on`; if this program ends before, the system lets them go on, and end."""
         self._signal(signal.SIGSTOP)
+        with contextlib.suppress(ChildProcessError):
+            # Until it has stopped or ended; WNOWAIT leaves its end for `close`.
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         """Let its processes run again. Idempotent."""
@@ -173,9 +176,7 @@ class Pair:
     stops: workers of this machine that are stopped between their runs, because their threads may poll.
     """
 
-    def __init__(
-        self, name: str, target: BenchSide, initiator: BenchSide, stops: Sequence[LocalSide] = ()
-    ) -> None:
+    def __init__(self, name: str, target: BenchSide, initiator: BenchSide, stops: Sequence[LocalSide] = ()) -> None:
         self.name = name
         self.target = target
         self.initiator = initiator

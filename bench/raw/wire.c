@@ -113,6 +113,7 @@ static void make_ring(struct rail *rail) {
 
 static void wire_open(struct raw *self) {
     over_tcp = strcmp(self->provider, "socket") == 0;
+    snprintf(self->version, sizeof(self->version), "aiote"); /* no library: the engines' own rails say the same */
     self->rail_count = 1;
     for (const char *c = self->rails; *c; c++) self->rail_count += *c == ',';
     if (self->rail_count > MAX_RAILS) fail("at most %d rails", MAX_RAILS);
