@@ -82,9 +82,7 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     "pages": (int, typer.Option(2048, min=1, max=1 << 20, help="Pages of a request.")),
     "mode": (
         Literal["spin", "event", "default"],
-        typer.Option(
-            "spin", help="How to wait: spin, sleep (event), or spin for 50 us first (default), as engines do."
-        ),
+        typer.Option("spin", help="How to wait: spin, sleep (event), or sleep after 50 us, as engines do (default)."),
     ),
     "loop": (
         Literal["asyncio", "uvloop", "trio"],
