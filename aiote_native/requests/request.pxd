@@ -50,7 +50,7 @@ cdef class RequestStarter:
     cdef Request start_slices(self, local, remote, bint reads, imm, stream)
     cdef Request start_pages(self, pages, onto, bint reads, imm, stream)
     cdef Request start_message(self, PeerLink link, bytes payload)
-    cdef Request record_start(self, Request request, RemoteMemory memory, PeerLink link=*)
+    cdef Request record_start(self, Request request, PeerLink link, RemoteMemory memory)
 
 cdef class TargetOps:
     cdef Op* ops

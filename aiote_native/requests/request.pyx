@@ -155,7 +155,7 @@ cdef class Request(Operation):
 
     @property
     def pages(self) -> int:
-        """How many pages it writes; 0 for a transfer without pages."""
+        """How many pages it writes or reads; 0 for a transfer without pages."""
         return self.op.parts if self.op.local_index != NULL else 0
 
     def refuse(self) -> None:
@@ -319,7 +319,7 @@ cdef Request make_request(type kind, object peer):
     return request
 
 
-cdef int64_t immediate_of(imm):
+cdef int64_t immediate_of(imm) except? -3:
     """Return the immediate of a request, NO_IMMEDIATE for None, and less than that for what needs a closer look."""
     if imm is None:
         return NO_IMMEDIATE
@@ -384,6 +384,8 @@ cdef class RequestStarter:
     __class_getitem__ = classmethod(GenericAlias)  # of the requests' class, for type checkers
 
     def __init__(self, Core core not None, type kind not None):
+        if not issubclass(kind, Request):
+            raise TypeError(f"kind: expected a class of Requests, got {kind.__name__}")
         self.core = core
         self.kind = kind
 
@@ -422,6 +424,7 @@ cdef class RequestStarter:
         """Start one write (or read) between two slices; None, without any effect, if something needs a closer look."""
         cdef LocalSlice here
         cdef RemoteSlice there
+        cdef PeerLink link
         cdef Request request
         cdef Order order = None
         cdef int64_t value = immediate_of(imm)
@@ -431,23 +434,25 @@ cdef class RequestStarter:
         there = <RemoteSlice> remote
         if here.nbytes != there.nbytes or not is_open_to(self.core, here, there, reads):
             return None
+        link = <PeerLink> there.memory.link
         if not is_ready(here, stream):
             order = order_behind(here, stream)
             if order is None:
                 return None
-        request = make_request(self.kind, (<PeerLink> there.memory.link).peer)
+        request = make_request(self.kind, link.peer)
         request.order = order
         request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
         request.op.part_bytes = here.nbytes
         request.op.parts = 1
-        self.core.begin(<PeerLink> there.memory.link, request, reads, value)
-        return self.record_start(request, there.memory)
+        self.core.begin(link, request, reads, value)
+        return self.record_start(request, link, there.memory)
 
     cdef Request start_pages(self, pages, onto, bint reads, imm, stream):
         """Start paged writes (or reads) between two sets of pages; None as in `start_slices`."""
         cdef PageSet ours, theirs
         cdef LocalSlice here
         cdef RemoteSlice there
+        cdef PeerLink link
         cdef Request request
         cdef Order order = None
         cdef int64_t value = immediate_of(imm)
@@ -463,16 +468,17 @@ cdef class RequestStarter:
             return None
         if not is_open_to(self.core, here, there, reads):
             return None
+        link = <PeerLink> there.memory.link
         if not is_ready(here, stream):
             order = order_behind(here, stream)
             if order is None:
                 return None
-        request = make_request(self.kind, (<PeerLink> there.memory.link).peer)
+        request = make_request(self.kind, link.peer)
         request.order = order
-        self.core.submit_pages(<PeerLink> there.memory.link, request, here.memory, here.start + ours.offset, ours.index,
-                               ours.stride, there.memory, there.start + theirs.offset, theirs.index, theirs.stride,
+        self.core.submit_pages(link, request, here.memory, here.start + ours.offset, ours.index, ours.stride,
+                               there.memory, there.start + theirs.offset, theirs.index, theirs.stride,
                                ours.page_bytes, value, reads)
-        return self.record_start(request, there.memory)
+        return self.record_start(request, link, there.memory)
 
     cdef Request start_message(self, PeerLink link, bytes payload):
         """Start one message; None as in `start_slices`."""
@@ -484,15 +490,13 @@ cdef class RequestStarter:
             return None
         request = make_request(self.kind, link.peer)
         core.submit_send(link, request, payload)
-        return self.record_start(request, None, link)
+        return self.record_start(request, link, None)
 
-    cdef Request record_start(self, Request request, RemoteMemory memory, PeerLink link=None):
+    cdef Request record_start(self, Request request, PeerLink link, RemoteMemory memory):
         """Count a started request as one of its link, and of its memory's lease if it has one; return it."""
-        if memory is not None:
-            link = <PeerLink> memory.link
-            if memory.lease:
-                request.lease = memory.lease
-                request.hold(memory.lease_flight)
+        if memory is not None and memory.lease:
+            request.lease = memory.lease
+            request.hold(memory.lease_flight)
         request.link = link
         link.unfinished += 1
         if not self.core.awake:
