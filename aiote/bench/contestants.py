@@ -76,9 +76,10 @@ class Contestant:
     command: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
 
-    def takes_part(self, provider: str) -> bool:
-        """Tell whether it can be compared over a provider."""
-        return not self.providers or ELSEWHERE.get(provider, provider) in self.providers
+    def takes_part(self, setting: Setting) -> bool:
+        """Tell whether it is compared over a provider: spinning, others are over shm and tcp, with libfabric's."""
+        aliases = ELSEWHERE if setting.mode == "default" else {}
+        return not self.providers or aliases.get(setting.provider, setting.provider) in self.providers
 
     @classmethod
     def other(cls, told: dict[str, Any]) -> Contestant:
@@ -185,6 +186,8 @@ def start(contestant: Contestant, setting: Setting, machine: TargetMachine | Non
         )
         stack.callback(initiator.close)
         if machine is not None:
+            if contestant.kind == "raw" and setting.provider == "local":
+                raise BenchError("local is between processes of one machine; with --connect measure socket")
             target = machine.spawn(contestant.name, contestant.kind, setting)
             stack.callback(target.close)
             yield _meet_peer(Pair(contestant.name, target, initiator))
@@ -195,8 +198,9 @@ def start(contestant: Contestant, setting: Setting, machine: TargetMachine | Non
             fds=fds,
         )
         stack.callback(side.close)
-        stops = (initiator, side) if contestant.kind == "other" else ()
-        yield _meet_peer(Pair(contestant.name, side, initiator, stops))
+        pair = Pair(contestant.name, side, initiator, (initiator, side) if contestant.kind == "other" else ())
+        stack.callback(pair.go_on)
+        yield _meet_peer(pair)
 
 
 def _meet_peer(pair: Pair) -> Pair:

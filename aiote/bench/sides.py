@@ -125,7 +125,7 @@ class LocalSide:
         self._process.stdin.flush()
 
     def stop(self) -> None:
-        """Stop its processes until `go_on`; if this program ends before, the system lets them go on, and end."""
+        """Stop its processes until `go_on`; if this program ends before, they are killed (bench/peers/common.py)."""
         self._signal(signal.SIGSTOP)
         with contextlib.suppress(ChildProcessError):
             # Until it has stopped or ended; WNOWAIT leaves its end for `close`.
@@ -198,10 +198,14 @@ class Pair:
         for side in self._stops:
             side.stop()
 
-    def run(self, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Do one run and return the results of initiator and target. Raises BenchError, Unsupported."""
+    def go_on(self) -> None:
+        """Let both workers run: one that ends may wait for the other."""
         for side in self._stops:
             side.go_on()
+
+    def run(self, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Do one run and return the results of initiator and target. Raises BenchError, Unsupported."""
+        self.go_on()
         try:
             return self._run(line)
         finally:
@@ -227,6 +231,7 @@ class Pair:
 
     def close(self) -> None:
         """End both workers."""
+        self.go_on()
         for side in (self.initiator, self.target):
             side.close()
 

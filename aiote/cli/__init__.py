@@ -1,7 +1,7 @@
 """The command line: `aiote`, also `python -m aiote`.
 
 The commands move data only through the public API. typer and rich come with the `cli` extra and are imported when a
-command runs, so that the demo's processes can import this package without them.
+command runs, so that the demo's processes can import this package without them. It must not know how a service works.
 """
 
 from __future__ import annotations

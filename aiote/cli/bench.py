@@ -275,7 +275,7 @@ def _one_setting(
     with contextlib.ExitStack() as stack, console.status("starting") as status:
         entries = []
         for contestant in contestants:
-            if not contestant.takes_part(setting.provider):
+            if not contestant.takes_part(setting):
                 continue
             status.update(f"{setting.provider}: starting {contestant.name}")
             try:
@@ -320,7 +320,7 @@ def listener(host: str, port: int, report: Callable[[str], object]) -> Listener:
     """Return a server that runs targets and calls `report` with a line for each. Raises OSError if it cannot listen."""
 
     def command(kind: str, fields: dict[str, Any], host: str) -> list[str]:
-        processor = sorted(os.sched_getaffinity(0))[-1]
+        processor = -1 if fields["mode"] == "default" else sorted(os.sched_getaffinity(0))[-1]
         setting = Setting(**fields, library="" if fields["provider"] in OWN else library())
         return worker_command(Contestant(kind, kind), "target", setting, processor, host)
 
@@ -424,6 +424,6 @@ _add(
     """,
     _compare,
     ("op", "gpu_sharing", "listen", "host"),
-    provider="local,socket",
+    provider="tcp,shm",
 )
 app.command("scatter")(posting.command)

@@ -5,14 +5,15 @@ usage: run.py compare [--peers] [arguments of `aiote bench compare`]
 The first half is over `local` and `socket`, where nothing is pinned and all sleep as engines do; its records go to
 build/bench-default.json. In the second half each process spins on a processor of its own: over `local`, `socket`, and
 tcp and shm of the newest libfabric here and of the system's; its records go to build/bench.json. With `--mode`,
-`--provider` or `--library` there is one run of just that. With `--peers` the libraries that `install_peers.py install`
-has installed take part, the files are build/bench-peers*.json, and one libfabric is enough. `--json` names another
-file; that of the first half has `-default` after its name.
+`--provider`, `--library` or `--connect` there is one run of just that. With `--peers` the libraries that
+`install_peers.py install` has installed take part, the files are build/bench-peers*.json, and one libfabric is enough.
+`--json` and `--plot` name other files; those of the first half have `-default` after their names.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ from pathlib import Path
 from harness import BUILD, say, ways_of
 from run_tests import system_library, wheel_library
 
-DEFAULTS = ("--provider", "local,socket", "--mode", "default")
-TUNED = ("--provider", "local,socket,tcp,shm", "--mode", "spin")
+from aiote.bench.contestants import OWN
+
+ONE = ("--mode", "--provider", "--library", "--connect", "--help")
+"""Options that choose one run."""
 
 
 def libraries(*, peers: bool) -> list[Path]:
@@ -31,7 +34,7 @@ def libraries(*, peers: bool) -> list[Path]:
     if not found:
         raise SystemExit("error: there is no libfabric here: apt-get install libfabric1, or pip install mpich")
     if len(found) == 1 and not peers:
-        print(f"only one libfabric is here, {found[0]}: the other version is not measured", file=sys.stderr)
+        say(f"only one libfabric is here, {found[0]}: the other version is not measured")
     return found[:1] if peers else found
 
 
@@ -43,25 +46,46 @@ def list_peers() -> Path:
     return file
 
 
-def command(arguments: Sequence[str], json_file: Path, *, peers: bool) -> list[str]:
-    """Return the command of one half of the comparison, whose records go to a file."""
-    made = [str(Path(sys.executable).with_name("aiote")), "bench", "compare", *arguments]
-    ours = {"local", "socket"}.issuperset(value_of(arguments, "--provider", "local").split(","))
-    if not ours and not any(word.startswith("--library") for word in arguments):
+def value_of(arguments: Sequence[str], option: str, otherwise: str = "") -> str:
+    """Return what an option was given last, as `--option value` or `--option=value`."""
+    found = otherwise
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if word == option or word.startswith(f"{option}="):
+            found = following if word == option else word.partition("=")[2]
+    return found
+
+
+def command(arguments: Sequence[str], *, peers: bool) -> list[str]:
+    """Return the command of one run."""
+    usual = "socket" if value_of(arguments, "--connect") else "tcp,shm"
+    providers = value_of(arguments, "--provider", usual)
+    made = [str(Path(sys.executable).with_name("aiote")), "bench", "compare", *arguments, "--provider", providers]
+    if not value_of(arguments, "--library") and not {word.strip() for word in providers.split(",")}.issubset(OWN):
         made += [word for path in libraries(peers=peers) for word in ("--library", str(path))]
-    made += ["--json", str(json_file)]
     if peers:
         made += ["--with", str(list_peers())]
     return [*made, "--reno"]
 
 
-def value_of(arguments: Sequence[str], option: str, otherwise: str) -> str:
-    """Return what an option was given last, as `--option value` or `--option=value`."""
-    found = otherwise
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if word == option or word.startswith(f"{option}="):
-            found = following if word == option else word.partition("=")[2]
-    return found
+def halves(arguments: Sequence[str], json_file: Path) -> tuple[list[str], list[str]]:
+    """Return the arguments of both halves, which write to files of their own."""
+    plot = value_of(arguments, "--plot")
+    first = [*arguments, "--provider", "local,socket", "--mode", "default"]
+    first += ["--json", str(json_file.with_stem(f"{json_file.stem}-default"))]
+    if plot:
+        first += ["--plot", str(Path(plot).with_stem(f"{Path(plot).stem}-default"))]
+    second = [*arguments, "--provider", "local,socket,tcp,shm", "--mode", "spin", "--json", str(json_file)]
+    return first, second
+
+
+def ended(run: Sequence[str]) -> int:
+    """Run a command and return its status. Ctrl-C reaches it, too; it keeps what it has measured, and ends."""
+    with subprocess.Popen(run) as running:
+        while True:
+            try:
+                return running.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 def main() -> int:
@@ -69,12 +93,15 @@ def main() -> int:
     peers = "--peers" in sys.argv[1:]
     BUILD.mkdir(exist_ok=True)
     file = Path(value_of(arguments, "--json", str(BUILD / ("bench-peers.json" if peers else "bench.json"))))
-    if any(word.split("=")[0] in ("--mode", "--provider", "--library", "--help") for word in arguments):
-        return subprocess.run(command(arguments, file, peers=peers)).returncode
-    say("first half: default settings, nothing is pinned")
-    first = command([*arguments, *DEFAULTS], file.with_stem(f"{file.stem}-default"), peers=peers)
-    second = command([*arguments, *TUNED], file, peers=peers)
-    return max(subprocess.run(half).returncode for half in (first, second))
+    if any(word.split("=")[0] in ONE for word in arguments):
+        run = command([*arguments, "--json", str(file)], peers=peers)
+        os.execv(run[0], run)
+    texts = ("first half: default settings, nothing is pinned", "second half: spinning, each on its own processor")
+    for text, half in zip(texts, halves(arguments, file), strict=True):
+        say(text)
+        if status := ended(command(half, peers=peers)):
+            return abs(status)
+    return 0
 
 
 if __name__ == "__main__":

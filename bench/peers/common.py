@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import abc
 import argparse
+import ctypes
 import gc
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+PR_SET_PDEATHSIG = 1
 SEED_FACTOR = 0x9E3779B97F4A7C15
 WORD_FACTOR = 0xBF58476D1CE4E5B9
 MASK = (1 << 64) - 1
@@ -366,6 +369,8 @@ def reporting(parent: Parent) -> Iterator[None]:
 def serve(make: Callable[[Options, Arena], Worker]) -> None:
     """Be a worker until the parent says that it is enough."""
     options = parse_options()
+    # A worker is stopped between its runs, and must not stay so after the program that started it was killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if options.cpu >= 0:
         os.sched_setaffinity(0, {options.cpu})
     parent = Parent()

@@ -15,7 +15,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -50,9 +52,13 @@ struct line {
     _Alignas(64) _Atomic uint64_t value;
 };
 
+/* What a writer that sleeps waits for. */
+enum { AWAKE, FOR_FRAMES, FOR_ROOM };
+
 struct ring {
     struct line head, tail, landed;            /* bytes put in, bytes taken out, frames that landed */
     struct line reader_sleeps, writer_sleeps;
+    uint64_t nonce;                            /* on the card, too: /proc is another machine's there */
     _Alignas(4096) uint8_t data[RING];
 };
 
@@ -109,6 +115,7 @@ static void make_ring(struct rail *rail) {
     if (rail->file < 0 || ftruncate(rail->file, sizeof(struct ring)) != 0) fail("no memory for a ring");
     rail->in = mmap(NULL, sizeof(struct ring), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, rail->file, 0);
     if (rail->in == MAP_FAILED) fail("cannot map a ring: %s", strerror(errno));
+    if (getrandom(&rail->in->nonce, sizeof(rail->in->nonce), 0) != sizeof(rail->in->nonce)) fail("getrandom");
 }
 
 static void wire_open(struct raw *self) {
@@ -131,9 +138,11 @@ static void wire_card(struct raw *self, int i, struct card *out) {
     snprintf(out->wire, sizeof(out->wire), "%s", self->provider);
     if (!over_tcp) {
         out->length = (uint32_t)snprintf((char *)out->name, NAME_BYTES, "/proc/%d/fd/%d", getpid(), rails[i].file);
+        out->key = rails[i].in->nonce;
     } else if (self->target) {
         if (getsockname(rails[i].listener, (struct sockaddr *)&at, &length) != 0) fail("getsockname");
-        memcpy(out->name, &at, out->length = sizeof(at));
+        out->length = sizeof(at);
+        memcpy(out->name, &at, sizeof(at));
     }
 }
 
@@ -155,6 +164,8 @@ static void connect_tcp(struct raw *self, struct rail *rail, const struct card *
 
 static void wire_connect(struct raw *self, int i, const struct card *peer) {
     struct rail *rail = &rails[i];
+    struct stat found;
+    uint64_t nonce;
     int file;
     if (strncmp(peer->wire, self->provider, sizeof(peer->wire)) != 0) fail("the other side is over %.16s", peer->wire);
     if (over_tcp) {
@@ -163,6 +174,9 @@ static void wire_connect(struct raw *self, int i, const struct card *peer) {
     }
     file = open((const char *)peer->name, O_RDWR | O_CLOEXEC);
     if (file < 0) fail("cannot open the other side's ring: %s", strerror(errno));
+    if (fstat(file, &found) != 0 || found.st_size != sizeof(struct ring) ||
+        pread(file, &nonce, sizeof(nonce), offsetof(struct ring, nonce)) != sizeof(nonce) || nonce != peer->key)
+        fail("%s is not the other side's ring: local is between processes of one machine", (const char *)peer->name);
     rail->out = mmap(NULL, sizeof(struct ring), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file, 0);
     if (rail->out == MAP_FAILED) fail("cannot map the other side's ring: %s", strerror(errno));
     close(file);
@@ -223,8 +237,9 @@ static void wake(int eventfd) {
     if (eventfd >= 0 && write(eventfd, &one, sizeof(one)) < 0 && errno != EAGAIN) fail("eventfd");
 }
 
-static void wake_if(struct raw *self, struct line *sleeps) {
-    if (atomic_load(&sleeps->value) && atomic_exchange(&sleeps->value, 0)) wake(self->peer_eventfd);
+/* Wake the peer if it sleeps, for at least what `least` says. */
+static void wake_if(struct raw *self, struct line *sleeps, uint64_t least) {
+    if (atomic_load(&sleeps->value) >= least && atomic_exchange(&sleeps->value, AWAKE)) wake(self->peer_eventfd);
 }
 
 static uint64_t put(struct raw *self, struct ring *ring, const void *from, uint64_t bytes) {
@@ -236,7 +251,8 @@ static uint64_t put(struct raw *self, struct ring *ring, const void *from, uint6
     if (bytes == 0) return 0;
     memcpy(ring->data + at, from, bytes);
     atomic_store(&ring->head.value, head + bytes);
-    wake_if(self, &ring->reader_sleeps);
+    /* Both sides copy at once; of less, `push_ring` tells when all is there. */
+    if (bytes == PIECE) wake_if(self, &ring->reader_sleeps, FOR_FRAMES);
     return bytes;
 }
 
@@ -249,10 +265,11 @@ static void push_ring(struct raw *self, struct rail *rail) {
         part = rail->sent < HEADER
                    ? put(self, rail->out, (uint8_t *)header + rail->sent, HEADER - rail->sent)
                    : put(self, rail->out, self->arena + frame->local + rail->sent - HEADER, all - rail->sent);
-        if (part == 0) return;
+        if (part == 0) break;
         rail->sent += part;
         if (rail->sent == all) record_sent(rail);
     }
+    wake_if(self, &rail->out->reader_sleeps, FOR_FRAMES);
 }
 
 /* Name the bytes of the frames at the queue's head that are not out, and return how many pieces these are. */
@@ -330,7 +347,7 @@ static uint64_t take_ring(struct raw *self, struct ring *ring, void *to, uint64_
     if (bytes == 0) return 0;
     memcpy(to, ring->data + at, bytes);
     atomic_store(&ring->tail.value, tail + bytes);
-    if (here - bytes <= RING / 2) wake_if(self, &ring->writer_sleeps);
+    if (here - bytes <= RING / 2) wake_if(self, &ring->writer_sleeps, FOR_ROOM);
     return bytes;
 }
 
@@ -375,7 +392,8 @@ static int begin_frame(struct raw *self, struct rail *rail) {
         at = frame_of(rail->message)->local;
         most = at + MESSAGE_BYTES;
     }
-    if (header->op > LANDED || at > most || header->size > most - at) fail("a malformed header came");
+    if (header->op < PUT || header->op > LANDED) fail("a malformed header came");
+    if (at > most || header->size > most - at) fail("a header came whose bytes leave the memory");
     rail->to = self->arena + at;
     return over_tcp ? acknowledge(self, rail, header->landed) : 0;
 }
@@ -383,24 +401,14 @@ static int begin_frame(struct raw *self, struct rail *rail) {
 static int end_frame(struct raw *self, struct rail *rail) {
     const struct header *header = &rail->header;
     rail->got = 0;
-    switch (header->op) {
-    case PUT:
-        rail->landed++;
-        if (header->immediate >= 0) arrived(self, (uint64_t)header->immediate);
-        return 1;
-    case MESSAGE:
-        rail->landed++;
-        completed(self, rail->message);
-        return 1;
-    case DATA:
-        completed(self, (struct work *)(uintptr_t)header->tag);
-        return 1;
-    case GET:
+    rail->landed += header->op == PUT || header->op == MESSAGE;
+    if (header->op == PUT && header->immediate >= 0) arrived(self, (uint64_t)header->immediate);
+    if (header->op == MESSAGE) completed(self, rail->message);
+    if (header->op == DATA) completed(self, (struct work *)(uintptr_t)header->tag);
+    if (header->op == GET)
         enqueue(rail, work_take(self, CONTROL, 0),
                 (struct frame){DATA, header->size, header->back, header->at, header->tag, -1});
-        return 1;
-    }
-    return 0;
+    return header->op != LANDED;
 }
 
 /* Receive up to BUDGET bytes of a rail; return how many frames and ends of requests came, and whether any byte did. */
@@ -423,7 +431,7 @@ static int receive(struct raw *self, struct rail *rail, bool *moved) {
     }
     if (!over_tcp && atomic_load(&rail->in->landed.value) != rail->landed) {
         atomic_store(&rail->in->landed.value, rail->landed);
-        wake_if(self, &rail->in->writer_sleeps);
+        wake_if(self, &rail->in->writer_sleeps, FOR_FRAMES);
     }
     return count;
 }
@@ -454,10 +462,11 @@ static bool ready(struct raw *self) {
     return false;
 }
 
-static void set_sleeps(struct raw *self, uint64_t value) {
+static void set_sleeps(struct raw *self, bool sleeps) {
     for (int i = 0; i < self->rail_count; i++) {
-        atomic_store(&rails[i].in->reader_sleeps.value, value);
-        atomic_store(&rails[i].out->writer_sleeps.value, value);
+        uint64_t reader = sleeps ? FOR_FRAMES : AWAKE, writer = rails[i].queue.first != NULL ? FOR_ROOM : FOR_FRAMES;
+        atomic_store(&rails[i].in->reader_sleeps.value, reader);
+        atomic_store(&rails[i].out->writer_sleeps.value, sleeps ? writer : AWAKE);
     }
 }
 
@@ -477,9 +486,10 @@ static void wire_sleep(struct raw *self) {
         sleep_tcp(self);
         return;
     }
-    set_sleeps(self, 1);
+    if (self->own_eventfd < 0) return;
+    set_sleeps(self, true);
     if (!ready(self)) poll(&set, 1, 100);
-    set_sleeps(self, 0);
+    set_sleeps(self, false);
     if (read(self->own_eventfd, &woken, sizeof(woken)) < 0 && errno != EAGAIN) fail("eventfd");
 }
 
