@@ -36,10 +36,16 @@ FOLDERS = (
     "rails",
     "reference",
     "service",
+    "standin_efa",
     "support",
 )
-# They run what lies in bench/, which no wheel has.
-OF_THE_TREE = tuple(f"tests/bench/test_bench_{name}.py" for name in ("guard", "kvcache", "lone", "moe", "weights"))
+# They run or read what lies in bench/, tools/, docs/ or the native sources, which no wheel has.
+OF_THE_TREE = (
+    *(f"tests/bench/test_bench_{name}.py" for name in ("guard", "kvcache", "lone", "moe", "weights")),
+    *(f"tests/{name}.py" for name in ("engine/test_gpu_faults", "kvcache/test_published_transfers")),
+    "tests/kvcache/test_simulated_latency.py",
+    "tests/links/test_tls.py",
+)
 WANTED = (
     "aiote/py.typed",
     "aiote/bench/aiote-bench-raw",

@@ -17,6 +17,7 @@ from aiote.rails import BeatCounts, ControlSocket, Pulse, StatusError, check_pul
 
 BODY = encode(Heartbeat())
 KEY = b"k" * 32
+INFO_BYTES = 56  # of TCP_INFO, up to the time of the last bytes that came
 
 
 class Side:
@@ -204,6 +205,8 @@ def test_a_pass_sends_and_hears_without_a_session(side):
 
 def test_the_kernel_says_how_long_a_silence_is(side):
     """A look takes a heartbeat for as old as it may be; before the peer is lost the kernel says when it came."""
+    if len(side.ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)) < INFO_BYTES:
+        pytest.skip("the kernel does not say when bytes came (TCP_INFO; qemu-user passes on four bytes of it)")
     counts, pulse = BeatCounts(), Pulse(1.0, 3.0)
     pulse.record_heard(0.0)
     pulse.follow_socket(side.socket)

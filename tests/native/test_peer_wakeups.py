@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -345,9 +346,12 @@ def test_a_round_in_the_threads_place_leaves_nobody_asleep_who_looks_awake():
 
 def test_a_wakeup_brings_no_descriptors():
     """To take it would close them, and closing what a peer has chosen may take as long as it likes."""
-    wakeup = WakeupEvent()
-    secret, name = parse_address(wakeup.address)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer, socket.socket() as chosen:
+    with (
+        closing(WakeupEvent()) as wakeup,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer,
+        socket.socket() as chosen,
+    ):
+        secret, name = parse_address(wakeup.address)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", chosen.fileno()))]
         try:
             peer.sendmsg([secret], rights, 0, name)
@@ -356,5 +360,4 @@ def test_a_wakeup_brings_no_descriptors():
         else:
             pytest.skip("this kernel lets nobody keep descriptors out of a socket (SO_PASSRIGHTS, Linux 6.16)")
         peer.sendto(secret, name)
-    assert woken(wakeup) == 1
-    wakeup.close()
+        assert woken(wakeup) == 1
