@@ -1,6 +1,7 @@
 """The compiled floor of aiote: memory, work requests, completions and counts. It knows nothing of asyncio.
 
-Nothing here imports `aiote`. Only `aiote.rails` imports this package; everything else goes through the Rail contract.
+It must not know `aiote`. Only `aiote.rails`, `aiote.gpu` and `aiote.moe.kernels` import this package; everything else
+goes through the Rail contract.
 """
 
 import sys

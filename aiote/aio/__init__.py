@@ -1,6 +1,6 @@
 """The only layer that knows which event loop runs: asyncio (with uvloop, too) or trio.
 
-The layers above call `current_loop()` and use waiters, tasks and descriptors; they do not know which loop it is.
+The layers above call `current_loop()` and use waiters, tasks and descriptors. It must not know engines.
 """
 
 from anyio.abc import ByteStream

@@ -1,9 +1,8 @@
 """One engine for a whole process, for programs that call it synchronously or from an event loop of their own.
 
-`acquire()` returns a `Bridge` to the engine. The engine runs on a thread of its own, and all callers of `acquire` share
-it. `bridge.call(coroutine)` runs a coroutine on the engine's loop from any thread, `await bridge.run(coroutine)` from
-any event loop. Both return or raise only after the coroutine has ended. So the memory of a cancelled transfer belongs
-to the caller again.
+`acquire()` returns a `Bridge` to the engine, which runs on a thread of its own. `bridge.call(coroutine)` and `await
+bridge.run(coroutine)` return or raise only after the coroutine has ended, so the memory of a cancelled transfer belongs
+to the caller again. It must not know its callers.
 """
 
 from .bridge import Bridge, acquire

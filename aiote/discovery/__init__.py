@@ -1,7 +1,7 @@
 """Discovery: members of a cluster announce themselves, and registries keep the list of members.
 
 A `Registry` is either embedded (a `RegistryServer` on one of the engines, an `EmbeddedRegistry` on each of the others)
-or an `etcd.EtcdRegistry`, which needs the extra `etcd`.
+or an `etcd.EtcdRegistry`, which needs the extra `etcd`. It must not know what the members serve.
 """
 
 from .embedded import EmbeddedRegistry

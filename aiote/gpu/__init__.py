@@ -1,6 +1,6 @@
 """GPU memory that aiote allocates: values that a kernel changes and a coroutine awaits, and memory for all rails.
 
-Arrays of other libraries do not need this package: `Engine.register` takes them as they are.
+Arrays of other libraries do not need this package: `Engine.register` takes them as they are. It must not know engines.
 """
 
 from .copies import copy

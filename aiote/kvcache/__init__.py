@@ -1,9 +1,8 @@
 """Move KV caches in a disaggregated deployment, from the pages of prefill engines to the pages of decode engines.
 
-A `Cache` describes tensors in the engine's memory. A `Producer` offers requests whose caches a prefill rank computes. A
-`Consumer` receives them into pages of a decode rank, pushed layer by layer or pulled (docs/kvcache.md).
-`BlockingProducer` and `BlockingConsumer` do the same for programs that call synchronously. A `Group` leads ranks in
-separate processes; each of these ranks serves a `Worker`. `PagePool` and `Router` serve programs without their own.
+A `Cache` describes tensors. A `Producer` offers requests whose caches a prefill rank computes, a `Consumer` receives
+them into pages of a decode rank; `BlockingProducer` and `BlockingConsumer` do so for synchronous programs. A `Group`
+leads ranks in separate processes. It must not know the model, nor the other services.
 """
 
 from .blocking import BlockingConsumer, BlockingProducer, Finished

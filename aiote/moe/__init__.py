@@ -1,8 +1,7 @@
 """Mixture of experts: send tokens to the ranks that hold their experts, and return the experts' results summed.
 
 Every rank enters `async with aiote.moe.open_group(engine, members, rank, config) as moe:`, then calls `dispatch` and
-`combine`.
-See docs/moe.md.
+`combine` (docs/moe.md). It must not know what the experts compute, nor the other services.
 """
 
 from .batch import Batch

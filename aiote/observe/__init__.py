@@ -1,6 +1,7 @@
 """Show what an engine does: events for listeners and for `logging`, counts, latencies, and a page for `aiote top`.
 
-This package does not import `prometheus` and `tracing` because these need libraries of their own.
+It must not know the parts that it observes. `prometheus` and `tracing` are not imported here, because they need
+libraries of their own.
 """
 
 from .calls import CallTimes

@@ -1,8 +1,8 @@
 """The planner: predict what a transfer takes on NICs that are not at hand, before any rank is deployed.
 
-The planner has no models of the services. `kvcache` and `moe` run every rank of the service itself on the simulated
-network in virtual time. `weights` lets the service plan the update, and follows that plan. So a prediction contains the
-decisions that the service would make.
+`kvcache` and `moe` run every rank of the service itself on the simulated network in virtual time; `weights` lets the
+service plan the update, and follows that plan. So a prediction contains the decisions that the service would make. It
+must not have models of the services.
 """
 
 from .nics import PUBLISHED_NICS, Nics, nics_of

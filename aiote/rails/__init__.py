@@ -1,8 +1,8 @@
 """Rails: opened NICs behind one contract, and the way from the layers above to the compiled code (`aiote_native`).
 
-The layers above use `RailSet`, which holds the rails of one engine with their native core. They also handle some native
-objects, whose names this module re-exports. Above it only `aiote.gpu` and `aiote.moe` import `aiote_native`, for
-kernels of their own.
+The layers above use `RailSet`, which holds the rails of one engine with their native core, and some native objects,
+whose names this module re-exports. Above it only `aiote.gpu` and `aiote.moe` import `aiote_native`, for kernels of
+their own. It must not know event loops.
 """
 
 from aiote_native.channels.heartbeats import BeatCounts, ControlSocket, Pulse, check_pulses

@@ -1,6 +1,6 @@
 """Services of coroutines: calls between engines, with deadlines, remote cancellation and one-sided arrays.
 
-See docs/services.md.
+See docs/services.md. It must not know the services that are built on it.
 """
 
 from .callers import Callers, CallersLike, ForeignCallerError

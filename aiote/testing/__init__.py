@@ -1,6 +1,7 @@
 """A simulated network for tests: `Fabric`, and `run`, which runs a coroutine on it in virtual time.
 
-See docs/testing.md. Nothing here needs libfabric or a NIC.
+`contract` has the checks that every kind of rail must pass. See docs/testing.md. It must not need libfabric or a NIC,
+nor know the services.
 """
 
 from .fabric import Fabric, Happened

@@ -1,6 +1,6 @@
 """Transfers: memory regions and the peers that may use them, and how a request is made, awaited and counted.
 
-No module here knows how peers are found or kept. `owner` defines the interface to peers; `aiote.links` implements it.
+It must not know how peers are found or kept. `owner` defines the interface to peers; `aiote.links` implements it.
 """
 
 from .barrier import barrier

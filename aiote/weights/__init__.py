@@ -1,8 +1,8 @@
 """Weight updates: training ranks write new weights straight into the memory of running inference ranks.
 
-A `Layout` describes one side, the sources (training ranks) or the targets (inference ranks): it names the ranks that
-hold each part of each tensor. A `Recipe` says how each target tensor is made from source tensors. `plan_update`
-computes from them what every source rank reads, makes and writes; one plan serves all updates.
+A `Layout` names the ranks that hold each part of each tensor. A `Recipe` says how each target tensor is made from
+source tensors. `plan_update` computes from them what every source rank reads, makes and writes; one plan serves all
+updates. It must not know frameworks for training or inference, nor the other services.
 """
 
 from .assignment import Unit

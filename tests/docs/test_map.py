@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import sys
@@ -47,3 +48,12 @@ def test_a_write_passes_files_that_are_there():
     files = [names_of(line)[0] for line in FILES.splitlines()]
     assert len(files) == 10
     assert all((ROOT / file).is_file() for file in files)
+
+
+def test_every_package_says_what_it_owns_and_must_not_know():
+    inits = [*(ROOT / "aiote").glob("*/__init__.py"), ROOT / "aiote_native" / "__init__.py"]
+    said = {path.parent.name: ast.get_docstring(ast.parse(path.read_text())) or "" for path in inits}
+    assert len(said) > 20
+    for name, text in said.items():
+        assert len([line for line in text.splitlines() if line]) <= 5, name
+        assert "must not" in text, name
