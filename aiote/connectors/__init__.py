@@ -2,9 +2,9 @@
 
 Each module imports its host, and only the host's processes import the module: `verl`, `vllm` and `torch` by their entry
 points, `ray` and `vllm_moe` by a program. What weight updates share must not know a host: `buckets` (pure) and
-`broadcast` (coroutines on an engine); `host` runs these on the process's bridge.
+`bucket_broadcast` (coroutines on an engine); `host` runs these on the process's bridge.
 """
 
-from .broadcast import BroadcastError
+from .bucket_broadcast import BroadcastError
 
 __all__ = ["BroadcastError"]

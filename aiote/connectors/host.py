@@ -21,7 +21,7 @@ from .. import bridge as bridges
 from .. import service
 from ..aio import run_shielded
 from ..errors import UsageError
-from .broadcast import STAGED, BroadcastError, Exchange, IncomingUpdate, Outgoing
+from .bucket_broadcast import STAGED, BroadcastError, Exchange, IncomingUpdate, Outgoing
 from .buckets import ALIGNMENT, Bucket, BucketPiece, Bytes, Joiner, Splitter
 
 if TYPE_CHECKING:

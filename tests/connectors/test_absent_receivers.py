@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from aiote.connectors.broadcast import BroadcastError, IncomingUpdate
+from aiote.connectors.bucket_broadcast import BroadcastError, IncomingUpdate
 from aiote.testing import Fabric, run
 from support.connectors.broadcasts import Rollout, Trainer, tensors_of
 

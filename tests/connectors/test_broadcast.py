@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import aiote
-from aiote.connectors.broadcast import BroadcastError
+from aiote.connectors.bucket_broadcast import BroadcastError
 from aiote.testing import CONNECTX7_400G, Fabric, run
 from support.connectors.broadcasts import Rollout, Tensors, Trainer, assert_same, tensors_of
 from support.engines.opening import each_provider, go_round, opened

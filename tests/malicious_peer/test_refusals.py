@@ -14,7 +14,7 @@ import pytest
 import aiote
 import aiote.testing
 from aiote import service
-from aiote.connectors.broadcast import PROGRESS_S, Begun, BroadcastError, Feed, ReceiverSlots
+from aiote.connectors.bucket_broadcast import PROGRESS_S, Begun, BroadcastError, Feed, ReceiverSlots
 from aiote.connectors.buckets import Bucket, UpdateEnd
 from aiote.kvcache import Cache, Consumer, Group, PageRow, Producer
 from aiote.kvcache.group import Receive

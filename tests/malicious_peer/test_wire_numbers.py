@@ -14,7 +14,7 @@ import pytest
 from msgspec import inspect
 
 from aiote import service
-from aiote.connectors.broadcast import Exchange, Feed
+from aiote.connectors.bucket_broadcast import Exchange, Feed
 from aiote.connectors.vllm.requests import Remote
 from aiote.discovery.registry_server import Keeping, Watching
 from aiote.discovery.wire import MemberRecord

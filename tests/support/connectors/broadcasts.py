@@ -11,7 +11,7 @@ import numpy as np
 
 import aiote
 from aiote import service
-from aiote.connectors.broadcast import STAGED, Exchange, IncomingUpdate, Outgoing
+from aiote.connectors.bucket_broadcast import STAGED, Exchange, IncomingUpdate, Outgoing
 from aiote.connectors.buckets import Bucket, Joiner, Splitter
 
 Tensors = dict[str, Any]
