@@ -58,6 +58,7 @@ __all__ = [
     "check_immediate",
     "decode_immediate",
     "encode_immediate",
+    "native_immediate",
     "plan",
 ]
 
@@ -141,6 +142,11 @@ def check_immediate(imm: int) -> int:
     if not 0 <= number < IMM_LIMIT:
         raise UsageError(f"the immediate is {number}, expected 0 to {IMM_LIMIT - 1} ({IMM_BITS} bits)")
     return number
+
+
+def native_immediate(imm: int | None) -> int:
+    """Return an immediate as the native core takes it, -1 for none; raise UsageError as `check_immediate`."""
+    return -1 if imm is None else check_immediate(imm)
 
 
 def encode_immediate(imm: int, stripes: int) -> int:

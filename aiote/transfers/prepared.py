@@ -9,7 +9,7 @@ import errno
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.striping import check_immediate
+from ..core.striping import native_immediate
 from ..errors import FabricError, LeaseRevokedError, TransferError, UsageError
 from ..rails import ArmedRun, PreparedTargets, TargetRun, arm
 from .regions import as_integer
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedPages", "PreparedScatter"]
 
-NO_IMMEDIATE = -1
 FAULTS = {
     errno.ERANGE: "a length or an offset in memory leaves its target",
     errno.EPROTO: "its flag went backwards, or beyond the value that was awaited",
@@ -313,16 +312,11 @@ class PreparedPages(Prepared):
         return f"<PreparedPages of {self.page_bytes} bytes to {len(self)} targets>"
 
 
-def native_immediate(imm: int | None) -> int:
-    """Return an immediate as the native core takes it: NO_IMMEDIATE stands for None. Raises UsageError."""
-    return NO_IMMEDIATE if imm is None else check_immediate(imm)
-
-
 def one_or_each(imm: Any) -> tuple[int, Any]:
-    """Return one immediate for all writes, or an array with one for each; the other is NO_IMMEDIATE or None.
+    """Return one immediate for all writes, or an array with one for each; the other is none.
 
     Raises UsageError for an invalid immediate.
     """
     if imm is None or (hasattr(imm, "__index__") and not getattr(imm, "shape", ())):
         return native_immediate(imm), None
-    return NO_IMMEDIATE, imm
+    return native_immediate(None), imm

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.address import Address
-from ..core.striping import check_immediate
+from ..core.striping import native_immediate
 from ..errors import UsageError
 from ..rails import READ, WRITE, RequestStarter, check_elements
 from .pages import Pages
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .owner import Destination, PeerFinder
 
 __all__ = ["Requests"]
-
-NO_IMMEDIATE = -1
 
 
 def _local(value: object, verb: str, what: str) -> Region:
@@ -157,9 +155,11 @@ class Requests(RequestStarter[Transfer]):
         """Check and start one write, with or without an immediate, or an immediate alone."""
         self._runtime.require_open()
         verb = "write" if imm is None else "write_imm"
-        value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+        value = native_immediate(imm)
         if src is None:
             order_behind((), stream, verb)
+            if imm is None:
+                raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
             return self._write_alone(dst, value, waits, rail)
         source = self._require_own(_local(src, verb, "src"), verb)
         target = _remote(dst, verb, "dst")
@@ -189,8 +189,6 @@ class Requests(RequestStarter[Transfer]):
     def _write_alone(
         self, dst: RemoteRegion | Peer | Address | str, value: int, waits: bool, rail: str | int | None
     ) -> Transfer:
-        if value == NO_IMMEDIATE:
-            raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
         if isinstance(dst, RemoteRegion):
             dst = dst.owner
         elif not isinstance(dst, (Peer, Address, str)):
@@ -229,7 +227,7 @@ class Requests(RequestStarter[Transfer]):
                 source.memory,
                 source.start,
                 source.nbytes,
-                NO_IMMEDIATE,
+                native_immediate(None),
             )
 
         what = f"read of {source.nbytes} bytes"
@@ -244,7 +242,7 @@ class Requests(RequestStarter[Transfer]):
         source = self._require_own(_local(src.region, "write_pages", "src.region"), "write_pages")
         target = _remote(dst.region, "write_pages", "dst.region")
         _check_writable("write_pages", target)
-        value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+        value = native_immediate(imm)
         return self._start_pages("write_pages", src, source, dst, target, value, waits=waits, rail=rail, stream=stream)
 
     def check_and_read_pages(
@@ -257,7 +255,7 @@ class Requests(RequestStarter[Transfer]):
         target = self._require_own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
         _check_readable(source, target)
         return self._start_pages(
-            "read_pages", dst, target, src, source, NO_IMMEDIATE, waits=waits, rail=rail, stream=stream
+            "read_pages", dst, target, src, source, native_immediate(None), waits=waits, rail=rail, stream=stream
         )
 
     def _start_pages(

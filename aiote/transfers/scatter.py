@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.address import Address
-from ..core.striping import check_immediate
+from ..core.striping import native_immediate
 from ..errors import AioteError, FabricError, LeaseRevokedError, PeerError, QueueFull, TransferError, UsageError
 from ..rails import ScatterTargets, error_text, scatter
 from .owner import Destination, drain
@@ -39,8 +39,6 @@ __all__ = [
     "take_rooms",
     "void_lease",
 ]
-
-NO_IMMEDIATE = -1
 
 
 async def group_room(group: PeerGroup) -> None:
@@ -221,7 +219,7 @@ def submit_scatter(
 ) -> GroupTransfer:
     """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull before any starts."""
     check_group(runtime, group)
-    value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+    value = native_immediate(imm)
     items = list(targets)
     parts = ScatterTargets(len(items))
     peers: list[Destination] = []
