@@ -14,9 +14,7 @@ The decoder reports the end of a request when its pages are free again.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -30,7 +28,7 @@ import aiote
 from aiote.demo import one_process, weights
 from aiote.demo.children import NAMES
 from aiote.demo.decoder import DecodeWorker
-from aiote.demo.life import Orders, explain, leave_with_parent, live, tell
+from aiote.demo.life import Orders, ParentRequests, explain, leave_with_parent, live, tell
 from aiote.demo.prefiller import PrefillWorker
 from aiote.demo.settings import Settings
 from aiote.errors import AioteError
@@ -62,19 +60,16 @@ async def asked(
     each: Callable[[dict[str, Any]], Coroutine[Any, Any, None]], last_s: float = 0.0
 ) -> AsyncIterator[None]:
     """Run `each` with every request that the parent writes. After the block, these have `last_s` seconds to end."""
-    loop = asyncio.get_running_loop()
-    sending, lines = anyio.create_memory_object_stream[bytes](math.inf)
-    leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
+    with ParentRequests() as requests:
 
-    async def hear() -> None:
-        async for line in lines:
-            group.start_soon(each, json.loads(line))
+        async def hear() -> None:
+            async for request in requests:
+                group.start_soon(each, request)
 
-    with sending, lines:
         async with anyio.create_task_group() as group:
             group.start_soon(hear)
             yield
-            sending.close()
+            requests.end()
             group.cancel_scope.deadline = anyio.current_time() + last_s
 
 

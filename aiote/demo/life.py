@@ -7,16 +7,19 @@ afterwards.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import anyio
@@ -24,7 +27,7 @@ import anyio
 from aiote.demo.faults import DemoError, leaves
 from aiote.errors import AioteError
 
-__all__ = ["Orders", "explain", "first_of", "leave_with_parent", "live", "tell"]
+__all__ = ["Orders", "ParentRequests", "explain", "first_of", "leave_with_parent", "live", "tell"]
 
 Step = Callable[[], Awaitable[object]]
 
@@ -124,6 +127,36 @@ def tell(**facts: Any) -> None:
     except BrokenPipeError:
         # The parent reads no more. The end of standard input will end this process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class ParentRequests:
+    """What the parent writes to this process, an object of JSON a line; from now on this process ends with its parent.
+
+    Iterate over it once, and in a `with`, which forgets what has not been taken.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sending, self._lines = anyio.create_memory_object_stream[bytes](math.inf)
+        sent = self._sending.send_nowait
+        leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sent, line))
+
+    def end(self) -> None:
+        """Let the iteration end after the requests that have come."""
+        self._sending.close()
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        async for line in self._lines:
+            yield json.loads(line)
+
+    def __enter__(self) -> ParentRequests:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sending.close()
+        self._lines.close()
 
 
 def leave_with_parent(pipe: int, heard: Callable[[bytes], object] = lambda line: None) -> None:

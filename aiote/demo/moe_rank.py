@@ -11,11 +11,9 @@ token.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -26,7 +24,7 @@ import anyio.to_thread
 import numpy as np
 
 import aiote
-from aiote.demo.life import Orders, leave_with_parent, live, tell
+from aiote.demo.life import Orders, ParentRequests, live, tell
 from aiote.demo.moe_model import LOCAL, PROMPTS, MoeModel, MoeSettings
 from aiote.demo.request_cache import Floats
 from aiote.moe import MoeGroup, open_group
@@ -59,9 +57,8 @@ class GeneratedText:
         return shared + routed
 
 
-async def be_rank(number: int, settings: MoeSettings, orders: Orders) -> None:
+async def be_rank(number: int, settings: MoeSettings, orders: Orders, asked: AsyncIterator[dict[str, Any]]) -> None:
     """Hold the rank's experts and generate its text, one token for each request of the parent, until ordered to end."""
-    asked = _asked()
     model = await anyio.to_thread.run_sync(MoeModel, settings)
 
     async def serve() -> None:
@@ -85,9 +82,8 @@ async def be_rank(number: int, settings: MoeSettings, orders: Orders) -> None:
         await orders.while_wanted(serve)
 
 
-async def be_alone(settings: MoeSettings, orders: Orders) -> None:
+async def be_alone(settings: MoeSettings, orders: Orders, asked: AsyncIterator[dict[str, Any]]) -> None:
     """Generate whole texts, with all experts or without some ranks' from given rounds on, until ordered to end."""
-    asked = _asked()
     model = await anyio.to_thread.run_sync(MoeModel, settings)
 
     async def serve() -> None:
@@ -113,25 +109,17 @@ async def _text(
             yield one
 
 
-def _asked() -> AsyncIterator[dict[str, Any]]:
-    """Return the parent's requests. From now on this process ends with its parent."""
-    loop = asyncio.get_running_loop()
-    sending, lines = anyio.create_memory_object_stream[bytes](math.inf)
-    leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
-
-    async def facts() -> AsyncIterator[dict[str, Any]]:
-        with sending, lines:
-            async for line in lines:
-                yield json.loads(line)
-
-    return facts()
+async def _asked(work: Callable[[Orders, AsyncIterator[dict[str, Any]]], Awaitable[None]], orders: Orders) -> None:
+    """Work on the parent's requests."""
+    with ParentRequests() as requests:
+        await work(orders, aiter(requests))
 
 
 def main(role: str, settings: MoeSettings) -> int:
     """Do the work of a role until the parent ends it; return the exit status."""
     if role == "alone":
-        return live("one process", partial(be_alone, settings))
-    return live(f"rank {role}", partial(be_rank, int(role), settings))
+        return live("one process", partial(_asked, partial(be_alone, settings)))
+    return live(f"rank {role}", partial(_asked, partial(be_rank, int(role), settings)))
 
 
 if __name__ == "__main__":
