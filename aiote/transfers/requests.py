@@ -158,9 +158,7 @@ class Requests(RequestStarter[Transfer]):
         value = native_immediate(imm)
         if src is None:
             order_behind((), stream, verb)
-            if imm is None:
-                raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
-            return self._write_alone(dst, value, waits, rail)
+            return self._write_alone(dst, imm, waits, rail)
         source = self._require_own(_local(src, verb, "src"), verb)
         target = _remote(dst, verb, "dst")
         if source.nbytes != target.nbytes:
@@ -187,8 +185,11 @@ class Requests(RequestStarter[Transfer]):
         )
 
     def _write_alone(
-        self, dst: RemoteRegion | Peer | Address | str, value: int, waits: bool, rail: str | int | None
+        self, dst: RemoteRegion | Peer | Address | str, imm: int | None, waits: bool, rail: str | int | None
     ) -> Transfer:
+        if imm is None:
+            raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
+        value = native_immediate(imm)
         if isinstance(dst, RemoteRegion):
             dst = dst.owner
         elif not isinstance(dst, (Peer, Address, str)):
