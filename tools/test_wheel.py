@@ -41,7 +41,7 @@ FOLDERS = (
 )
 # They run or read what lies in bench/, tools/, docs/ or the native sources, which no wheel has.
 OF_THE_TREE = (
-    *(f"tests/bench/test_bench_{name}.py" for name in ("guard", "kvcache", "lone", "moe", "weights")),
+    *(f"tests/bench/test_bench_{name}.py" for name in ("compare", "guard", "kvcache", "lone", "moe", "weights")),
     *(f"tests/{name}.py" for name in ("engine/test_gpu_faults", "kvcache/test_published_transfers")),
     "tests/kvcache/test_simulated_latency.py",
     "tests/links/test_tls.py",

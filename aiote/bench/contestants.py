@@ -77,7 +77,10 @@ class Contestant:
     providers: tuple[str, ...] = ()
 
     def takes_part(self, setting: Setting) -> bool:
-        """Tell whether it is compared over a provider: spinning, others are over shm and tcp, with libfabric's."""
+        """Return whether it supports a setting.
+
+        With default settings it runs over its shm or tcp beside local or socket; the other modes have rows for these.
+        """
         aliases = ELSEWHERE if setting.mode == "default" else {}
         return not self.providers or aliases.get(setting.provider, setting.provider) in self.providers
 
@@ -167,7 +170,7 @@ def processors() -> tuple[int, int]:
 @contextlib.contextmanager
 def start(contestant: Contestant, setting: Setting, machine: TargetMachine | None = None) -> Iterator[Pair]:
     """Start both sides of a contestant and connect them. The target runs on `machine` if given, else on this one."""
-    # Default settings are for a machine on which nobody has pinned anything.
+    # A program with default settings is pinned to no processor.
     here, there = processors() if setting.mode != "default" else (-1, -1)
     with contextlib.ExitStack() as stack:
         needs_eventfds = contestant.kind == "raw" and setting.provider in ("shm", "local") and setting.mode != "spin"

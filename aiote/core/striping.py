@@ -53,6 +53,7 @@ __all__ = [
     "IMM_BITS",
     "IMM_LIMIT",
     "MAX_COUNTED",
+    "NO_IMMEDIATE",
     "Stripe",
     "StripePlan",
     "check_immediate",
@@ -64,6 +65,8 @@ __all__ = [
 
 IMM_BITS = 28
 IMM_LIMIT = 1 << IMM_BITS
+NO_IMMEDIATE = -1
+"""What the native core takes for a request without an immediate."""
 MAX_COUNTED = 16  # the range of the four bits above the immediate
 
 
@@ -145,8 +148,8 @@ def check_immediate(imm: int) -> int:
 
 
 def native_immediate(imm: int | None) -> int:
-    """Return an immediate as the native core takes it, -1 for none; raise UsageError as `check_immediate`."""
-    return -1 if imm is None else check_immediate(imm)
+    """Return an immediate as the native core takes it; raise UsageError as `check_immediate`."""
+    return NO_IMMEDIATE if imm is None else check_immediate(imm)
 
 
 def encode_immediate(imm: int, stripes: int) -> int:

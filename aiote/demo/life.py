@@ -130,9 +130,9 @@ def tell(**facts: Any) -> None:
 
 
 class ParentRequests:
-    """What the parent writes to this process, an object of JSON a line; from now on this process ends with its parent.
+    """The requests of the parent, one JSON object a line. This process ends with its parent once this is made.
 
-    Iterate over it once, and in a `with`, which forgets what has not been taken.
+    Iterate over it once, in a `with`; leaving the `with` drops the requests that were not taken.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ import msgspec
 import aiote
 
 from .. import service
-from ..aio import plain_errors, run_shielded
+from ..aio import run_shielded
 from .consumer import Consumer
 from .mapping import MappingError
 from .moving import Rows, token_count
@@ -100,10 +100,20 @@ class Group:
             raise aiote.UsageError(f"rows: expected one dict for each of {len(self._ranks)} ranks, got {len(each)}")
         places = [str(place.address if isinstance(place, aiote.Peer) else place) for place in producers]
         orders = [Receive(places, request, tokens, rows_to(one), reads) for one in each]
-        with plain_errors():
-            async with anyio.create_task_group() as group:
-                for place, order in zip(self._ranks, orders, strict=True):
-                    group.start_soon(self._ask_rank, place, order)
+        failures: list[Exception] = []
+        async with anyio.create_task_group() as group:
+
+            async def ask_one(place: Place, order: Receive) -> None:
+                try:
+                    await self._ask_rank(place, order)
+                except aiote.AioteError as error:
+                    failures.append(error)
+                    group.cancel_scope.cancel()
+
+            for place, order in zip(self._ranks, orders, strict=True):
+                group.start_soon(ask_one, place, order)
+        if failures:
+            raise failures[0]
 
     async def _ask_rank(self, place: Place, order: Receive) -> None:
         peer = place if isinstance(place, aiote.Peer) else await self._engine.connect(place)

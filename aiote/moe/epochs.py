@@ -16,7 +16,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..aio import Backoff, Condition, plain_errors, run_shielded
+from ..aio import Backoff, Condition, run_shielded
 from .arrivals import EpochImmediates
 from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, within_reach
 from .lane import Lane
@@ -177,6 +177,7 @@ class Epochs:
         Ranks in `late` may open the group later than this rank. Raises the first error.
         """
         found = self.met = {}
+        failed: list[Exception] = []
         refused: dict[int, aiote.UsageError] = {}
         asked = len(self._membership.active)
 
@@ -187,20 +188,26 @@ class Epochs:
                 refused[rank] = error
                 # A rank that refuses this one is masked. If all refuse, this rank is at fault.
                 if self._host.config.on_loss == "raise" or len(refused) == asked:
-                    raise
-                self._host.lose(rank, str(error))
+                    failed.append(error)
+                    tasks.cancel_scope.cancel()
+                else:
+                    self._host.lose(rank, str(error))
+            except Exception as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
             else:
                 found.update({} if met is None else {rank: met})
 
         try:
-            with plain_errors():
-                async with anyio.create_task_group() as tasks:
-                    self._asking = tasks.cancel_scope
-                    if self._membership.failure is None:
-                        for rank in self._membership.active:
-                            tasks.start_soon(meet_one, rank)
+            async with anyio.create_task_group() as tasks:
+                self._asking = tasks.cancel_scope
+                if self._membership.failure is None:
+                    for rank in self._membership.active:
+                        tasks.start_soon(meet_one, rank)
         finally:
             self._asking = None
+        if failed:
+            raise failed[0]
         return found
 
     async def _meet_rank(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core.striping import native_immediate
+from ..core.striping import NO_IMMEDIATE
 from ..errors import ClosedError
 from ..rails import Core, LayerMoves, PageIndex
 from .streams import order_behind, pools_of
@@ -93,7 +93,7 @@ class PreparedMoves:
         order = None
         if self._pools or stream is not None:
             order = order_behind(self._pools, stream, "write_imm of layers")
-        transfer = run.start(LayersTransfer, run.owner, native_immediate(None), order=order)
+        transfer = run.start(LayersTransfer, run.owner, NO_IMMEDIATE, order=order)
         if transfer is None:
             raise ClosedError("the peer or the engine was closed while the layers were submitted")
         return transfer

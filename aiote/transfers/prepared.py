@@ -9,7 +9,7 @@ import errno
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.striping import native_immediate
+from ..core.striping import NO_IMMEDIATE, native_immediate
 from ..errors import FabricError, LeaseRevokedError, TransferError, UsageError
 from ..rails import ArmedRun, PreparedTargets, TargetRun, arm
 from .regions import as_integer
@@ -313,10 +313,10 @@ class PreparedPages(Prepared):
 
 
 def one_or_each(imm: Any) -> tuple[int, Any]:
-    """Return one immediate for all writes, or an array with one for each; the other is none.
+    """Return one immediate for all writes, or an array with one for each; the other is NO_IMMEDIATE or None.
 
     Raises UsageError for an invalid immediate.
     """
     if imm is None or (hasattr(imm, "__index__") and not getattr(imm, "shape", ())):
         return native_immediate(imm), None
-    return native_immediate(None), imm
+    return NO_IMMEDIATE, imm

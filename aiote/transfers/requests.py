@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.address import Address
-from ..core.striping import native_immediate
+from ..core.striping import NO_IMMEDIATE, native_immediate
 from ..errors import UsageError
 from ..rails import READ, WRITE, RequestStarter, check_elements
 from .pages import Pages
@@ -228,7 +228,7 @@ class Requests(RequestStarter[Transfer]):
                 source.memory,
                 source.start,
                 source.nbytes,
-                native_immediate(None),
+                NO_IMMEDIATE,
             )
 
         what = f"read of {source.nbytes} bytes"
@@ -256,7 +256,7 @@ class Requests(RequestStarter[Transfer]):
         target = self._require_own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
         _check_readable(source, target)
         return self._start_pages(
-            "read_pages", dst, target, src, source, native_immediate(None), waits=waits, rail=rail, stream=stream
+            "read_pages", dst, target, src, source, NO_IMMEDIATE, waits=waits, rail=rail, stream=stream
         )
 
     def _start_pages(

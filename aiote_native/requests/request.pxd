@@ -47,6 +47,7 @@ cdef class Awaiting:
 cdef class RequestStarter:
     cdef Core core
     cdef type kind
+    cdef Request make_between(self, LocalSlice here, RemoteSlice there, PeerLink link, bint reads, stream)
     cdef Request start_slices(self, local, remote, bint reads, imm, stream)
     cdef Request start_pages(self, pages, onto, bint reads, imm, stream)
     cdef Request start_message(self, PeerLink link, bytes payload)

@@ -320,7 +320,7 @@ cdef Request make_request(type kind, object peer):
 
 
 cdef int64_t immediate_of(imm) except? -3:
-    """Return the immediate of a request, NO_IMMEDIATE for None, and less than that for what needs a closer look."""
+    """Return the immediate of a request: NO_IMMEDIATE for None, less than NO_IMMEDIATE for an invalid one."""
     if imm is None:
         return NO_IMMEDIATE
     return imm if type(imm) is int and 0 <= imm <= LARGEST_IMMEDIATE else NO_IMMEDIATE - 1
@@ -375,10 +375,10 @@ cdef Order order_behind(LocalSlice here, stream):
 
 
 cdef class RequestStarter:
-    """The verbs toward one peer: what needs no closer look starts here, everything else in a subclass.
+    """The verbs toward one peer. A request whose checks all pass starts here; a subclass handles every other request.
 
-    The methods of the same name with `check_and_` are the subclass's: it knows how to wait for a connection and for
-    room, and what to tell of a mistake. `kind` is a subclass of `Request`, made here without its `__init__`.
+    The subclass has a method `check_and_<verb>` for each verb. It waits for a connection and for room, and raises the
+    error for a mistake. `kind` is a subclass of `Request`, made here without its `__init__`.
     """
 
     __class_getitem__ = classmethod(GenericAlias)  # of the requests' class, for type checkers
@@ -420,27 +420,38 @@ cdef class RequestStarter:
             request = None if link is None else self.start_message(link, payload)
         return self.check_and_send(to, payload, waits) if request is None else request
 
-    cdef Request start_slices(self, local, remote, bint reads, imm, stream):
-        """Start one write (or read) between two slices; None, without any effect, if something needs a closer look."""
-        cdef LocalSlice here
-        cdef RemoteSlice there
-        cdef PeerLink link
+    cdef Request make_between(self, LocalSlice here, RemoteSlice there, PeerLink link, bint reads, stream):
+        """Make a request between two slices over their link, and do not start it; return None if a check does not pass.
+
+        The caller reads the link before: `order_behind` runs code of the stream's library, which may change it.
+        """
         cdef Request request
         cdef Order order = None
-        cdef int64_t value = immediate_of(imm)
-        if value < NO_IMMEDIATE or not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
+        if not is_open_to(self.core, here, there, reads):
             return None
-        here = <LocalSlice> local
-        there = <RemoteSlice> remote
-        if here.nbytes != there.nbytes or not is_open_to(self.core, here, there, reads):
-            return None
-        link = <PeerLink> there.memory.link
         if not is_ready(here, stream):
             order = order_behind(here, stream)
             if order is None:
                 return None
         request = make_request(self.kind, link.peer)
         request.order = order
+        return request
+
+    cdef Request start_slices(self, local, remote, bint reads, imm, stream):
+        """Start one write (or read) between two slices; return None, without any effect, if a check does not pass."""
+        cdef LocalSlice here
+        cdef RemoteSlice there
+        cdef PeerLink link
+        cdef Request request
+        cdef int64_t value = immediate_of(imm)
+        if value < NO_IMMEDIATE or not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
+            return None
+        here = <LocalSlice> local
+        there = <RemoteSlice> remote
+        link = there.memory.link
+        request = self.make_between(here, there, link, reads, stream) if here.nbytes == there.nbytes else None
+        if request is None:
+            return None
         request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
         request.op.part_bytes = here.nbytes
         request.op.parts = 1
@@ -448,13 +459,12 @@ cdef class RequestStarter:
         return self.record_start(request, link, there.memory)
 
     cdef Request start_pages(self, pages, onto, bint reads, imm, stream):
-        """Start paged writes (or reads) between two sets of pages; None as in `start_slices`."""
+        """Start paged writes (or reads) between two sets of pages, as `start_slices` does."""
         cdef PageSet ours, theirs
         cdef LocalSlice here
         cdef RemoteSlice there
         cdef PeerLink link
         cdef Request request
-        cdef Order order = None
         cdef int64_t value = immediate_of(imm)
         if value < NO_IMMEDIATE or not isinstance(pages, PageSet) or not isinstance(onto, PageSet):
             return None
@@ -462,26 +472,21 @@ cdef class RequestStarter:
         theirs = <PageSet> onto
         if not isinstance(ours.region, LocalSlice) or not isinstance(theirs.region, RemoteSlice):
             return None
-        here = <LocalSlice> ours.region
-        there = <RemoteSlice> theirs.region
         if ours.index.count != theirs.index.count or ours.page_bytes != theirs.page_bytes:
             return None
-        if not is_open_to(self.core, here, there, reads):
+        here = <LocalSlice> ours.region
+        there = <RemoteSlice> theirs.region
+        link = there.memory.link
+        request = self.make_between(here, there, link, reads, stream)
+        if request is None:
             return None
-        link = <PeerLink> there.memory.link
-        if not is_ready(here, stream):
-            order = order_behind(here, stream)
-            if order is None:
-                return None
-        request = make_request(self.kind, link.peer)
-        request.order = order
         self.core.submit_pages(link, request, here.memory, here.start + ours.offset, ours.index, ours.stride,
                                there.memory, there.start + theirs.offset, theirs.index, theirs.stride,
                                ours.page_bytes, value, reads)
         return self.record_start(request, link, there.memory)
 
     cdef Request start_message(self, PeerLink link, bytes payload):
-        """Start one message; None as in `start_slices`."""
+        """Start one message; return None, without any effect, if a check does not pass."""
         cdef Core core = self.core
         cdef Request request
         if core.closing or core.on_submit is None or not is_open_for(core, link):

@@ -36,14 +36,13 @@ enum op { PUT = 1, GET, DATA, MESSAGE, LANDED };
 struct header {
     uint64_t op, size, at, landed;
     int64_t immediate;
-    uint64_t tag, back;  /* of a read: the reader's request, and where it wants the bytes */
-    uint8_t rest[HEADER - 56];
+    uint64_t back, rest[(HEADER - 48) / 8]; /* of a read: where the reader wants the bytes */
 };
 _Static_assert(sizeof(struct header) == HEADER, "a header of aiote's streams");
 
 /* What a work request is while it waits: it lies where libfabric would have its context. */
 struct frame {
-    uint64_t op, size, at, local, tag;
+    uint64_t op, size, at, local;
     int64_t immediate;
 };
 _Static_assert(sizeof(struct frame) <= sizeof(((struct work *)NULL)->context), "work has room for a frame");
@@ -69,7 +68,7 @@ struct list {
 struct rail {
     struct ring *in, *out;
     int file, listener, wire;
-    struct list queue, unacked, receives, spare;
+    struct list queue, unacked, reads, receives, spare;
     uint64_t queued, sent, acked;              /* frames that wait; bytes of the first one that are out; landed there */
     uint64_t landed, told;                     /* frames that landed here, and what of that the peer was told */
     struct header headers[GATHER];             /* of the frames at the queue's head; the first may be out in part */
@@ -209,7 +208,7 @@ static int wire_post(struct raw *self, int i, struct work *work, uint64_t local,
         return 0;
     }
     if (rail->queued >= QUEUED) return -EAGAIN;
-    enqueue(rail, work, (struct frame){ops[work->what], size, remote, local, (uint64_t)(uintptr_t)work, immediate});
+    enqueue(rail, work, (struct frame){ops[work->what], size, remote, local, immediate});
     return 0;
 }
 
@@ -218,18 +217,18 @@ static uint64_t follow(uint64_t op, uint64_t size) { return op == GET || op == L
 
 static void fill(struct rail *rail, struct header *header, const struct frame *frame) {
     *header = (struct header){.op = frame->op, .size = frame->size, .at = frame->at, .immediate = frame->immediate,
-                              .tag = frame->tag, .back = frame->local, .landed = rail->landed};
+                              .back = frame->local, .landed = rail->landed};
     rail->told = rail->landed;
 }
 
-/* The first frame is out. A read waits for its bytes, by its tag. */
+/* The first frame is out. Reads are answered in their order. */
 static void record_sent(struct rail *rail) {
     struct work *work = take_first(&rail->queue);
     enum op op = frame_of(work)->op;
     rail->queued--;
     rail->sent = 0;
     if (op == PUT || op == MESSAGE) append(&rail->unacked, work);
-    else if (op != GET) append(&rail->spare, work);
+    else append(op == GET ? &rail->reads : &rail->spare, work);
 }
 
 static void wake(int eventfd) {
@@ -386,6 +385,7 @@ static int begin_frame(struct raw *self, struct rail *rail) {
     const struct header *header = &rail->header;
     uint64_t at = header->at, most = self->arena_bytes;
     rail->left = follow(header->op, header->size);
+    if (header->op == DATA && rail->reads.first == NULL) fail("bytes came for no read");
     if (header->op == MESSAGE) {
         rail->message = take_first(&rail->receives);
         if (rail->message == NULL) fail("a message came, and no receive is posted");
@@ -404,10 +404,10 @@ static int end_frame(struct raw *self, struct rail *rail) {
     rail->landed += header->op == PUT || header->op == MESSAGE;
     if (header->op == PUT && header->immediate >= 0) arrived(self, (uint64_t)header->immediate);
     if (header->op == MESSAGE) completed(self, rail->message);
-    if (header->op == DATA) completed(self, (struct work *)(uintptr_t)header->tag);
+    if (header->op == DATA) completed(self, take_first(&rail->reads));
     if (header->op == GET)
         enqueue(rail, work_take(self, CONTROL, 0),
-                (struct frame){DATA, header->size, header->back, header->at, header->tag, -1});
+                (struct frame){DATA, header->size, header->back, header->at, -1});
     return header->op != LANDED;
 }
 
