@@ -144,7 +144,7 @@ class Reception:
         """Ask all ranks to write; they answer with counts on the request's immediates."""
         counts, writers = dict.fromkeys(self._consumer.layers, 0), set[PrefillSession]()
         for link in self._links:
-            theirs = link.map.counts(self.rows, self.tokens)
+            theirs = link.map.counts(link.map.spans(self.rows, self.tokens))
             if any(theirs):
                 writers.add(link)
             for layer, count in zip(link.map.layers, theirs, strict=True):
@@ -226,7 +226,7 @@ class Reception:
         finally:
             stream.close()
 
-    async def _read_pages(self, link: PrefillSession, rows: Rows, spans: dict[int, range]) -> None:
+    async def _read_pages(self, link: PrefillSession, rows: Rows, spans: list[range]) -> None:
         engine = self._consumer.engine
         moves = PagedMoves(link.map, link.memories, self._consumer.regions, rows, self.rows)
         batch = TransferBatch(engine, link.peer, Condition())

@@ -15,41 +15,45 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
+from ..rails import PageIndex, PageNumbers, RequestPlan, piece_offsets
 from .tensors import CacheSpec, CacheTensor
 
 __all__ = ["CacheMap", "LayerMove", "MappingError", "PageRow", "Pattern", "assign"]
-
-Offsets: TypeAlias = NDArray[np.int64]
 
 
 class MappingError(UsageError):
     """Two caches, or the pages of a request on both sides, cannot be mapped onto each other; the text names both."""
 
 
-class PageRow:
+class PageRow(PageNumbers):
     """Page numbers of one group in the order of their tokens. The first is page `start` of the request; the `start`
     pages before it are not moved, because the decode rank has them already or a sliding window has passed them.
 
     The numbers are copied unless they are an array of 64-bit integers. Raises UsageError for anything but a row of
-    integers.
+    integers, and a start that is not from 0 to 2**40 - 1.
     """
 
-    __slots__ = ("pages", "start")
+    __slots__ = ()
 
     def __init__(self, pages: Sequence[int] | NDArray[np.integer], start: int = 0) -> None:
-        require_unmasked("pages", pages)
+        if type(pages) is not np.ndarray:
+            require_unmasked("pages", pages)
         given = np.asarray(pages)
-        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or start < 0:
-            raise UsageError(f"PageRow: expected a row of integers and a start from 0 on, got {pages!r} and {start}")
-        self.pages: Offsets = given.astype(np.int64, copy=False)
-        self.start = start
+        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or not 0 <= start < 1 << 40:
+            raise UsageError(
+                f"PageRow: expected a row of integers and a start from 0 to 2**40 - 1, got {pages!r} and {start}"
+            )
+        super().__init__(given.astype(np.int64, copy=False), start)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PageRow, (self.pages, self.start)
 
     def __repr__(self) -> str:
         return f"PageRow({self.pages.tolist()}, {self.start})"
@@ -57,7 +61,6 @@ class PageRow:
 
 MOST_PIECES = 1 << 22
 """The most pieces of a layer of a request. `moving.MOST_AT_ONCE` of them are computed and submitted at a time."""
-NO_PAGES = PageRow(np.empty(0, np.int64))
 
 
 class Grid(NamedTuple):
@@ -90,18 +93,9 @@ class Pattern(NamedTuple):
         """The number of pieces of a unit."""
         return math.prod(axis.times for axis in self.axes)
 
-    def offsets(self, source: PageRow, target: PageRow, span: range) -> tuple[Offsets, Offsets]:
+    def offsets(self, source: PageRow, target: PageRow, span: range) -> tuple[PageIndex, PageIndex]:
         """Return the byte offsets of the pieces of the units `span` on either side, from the beginning of page 0."""
-        units = np.arange(span.start, span.stop, dtype=np.int64)
-        found = []
-        for side, (row, grid) in enumerate(((source, self.source), (target, self.target))):
-            places, within = np.divmod(units, grid.units)
-            places = row.pages[places - row.start] * grid.page_stride + within * grid.unit_stride
-            for axis in self.axes:
-                steps = np.arange(axis.times, dtype=np.int64) * axis[1 + side]
-                places = (places[:, np.newaxis] + steps).reshape(-1)
-            found.append(places)
-        return found[0], found[1]
+        return piece_offsets(self.source, self.target, self.axes, source, target, span.start, span.stop)
 
 
 class LayerMove(NamedTuple):
@@ -188,9 +182,10 @@ class CacheMap:
             layer: tuple((move.pattern.group, move.pattern.pieces) for move in moves)
             for layer, moves in self.moves.items()
         }
-        # Most layers are alike, so the pieces of a request are counted once for each distinct layout.
-        self._distinct = list(dict.fromkeys(self.pieces.values()))
-        self._layouts = [self._distinct.index(pieces) for pieces in self.pieces.values()]
+        places = {group: place for place, group in enumerate(self.units)}
+        self.plan = RequestPlan(
+            self.units, [tuple((places[group], times) for group, times in pieces) for pieces in self.pieces.values()]
+        )
 
     def _require_alike(self, source: CacheTensor, target: CacheTensor) -> None:
         """Record the unit of the target's group. Raises MappingError if items, types or pages do not fit."""
@@ -229,40 +224,34 @@ class CacheMap:
             pattern = Pattern(target.group, nbytes, rest, _grid(source, unit), _grid(target, unit))
             yield LayerMove(source.memory, source.offset, target.memory, target.offset, pattern)
 
-    def _span(self, group: int, target: PageRow, tokens: int) -> range:
-        unit, _, in_page = self.units[group]
-        first = target.start * in_page
-        stop = first + len(target.pages) * in_page
-        return range(first, stop if unit == 0 else min(stop, max(first, -(-tokens // unit))))
+    def spans(self, targets: dict[int, PageRow], tokens: int) -> list[range]:
+        """Return the units of each group, in the order of `units`, that are moved into these pages for a request of
+        `tokens` tokens.
+        """
+        return self.plan.spans(targets, tokens)
 
-    def spans(self, targets: dict[int, PageRow], tokens: int) -> dict[int, range]:
-        """Return the units of each group that are moved into these pages for a request of `tokens` tokens."""
-        return {group: self._span(group, targets.get(group, NO_PAGES), tokens) for group in self.units}
-
-    def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
+    def counts(self, spans: list[range]) -> list[int]:
         """Return the number of pieces of each layer of a request. Raises MappingError if a layer has too many."""
-        return self.counts_of(self.spans(targets, tokens), tokens)
-
-    def counts_of(self, spans: dict[int, range], tokens: int) -> list[int]:
-        """Return the number of pieces of each layer of a request that has these units, as `counts` does."""
-        known = [sum([len(spans[group]) * times for group, times in pieces]) for pieces in self._distinct]
-        if max(known, default=0) > MOST_PIECES:
+        counts = self.plan.counts(spans)
+        if max(counts, default=0) > MOST_PIECES:
             raise MappingError(
-                f"{self.source.name} and {self.part.name} have such different layouts that a layer of {tokens} "
-                f"tokens would move in {max(known)} pieces, expected at most {MOST_PIECES}; use more similar layouts"
+                f"{self.source.name} and {self.part.name} have such different layouts that a layer of a request would "
+                f"move in {max(counts)} pieces, expected at most {MOST_PIECES}; use more similar layouts"
             )
-        return [known[layout] for layout in self._layouts]
+        return counts
 
-    def check_source(self, sources: dict[int, PageRow], spans: dict[int, range]) -> None:
+    def check_source(self, sources: dict[int, PageRow], spans: list[range]) -> None:
         """Raise MappingError if the pages of the source do not hold the units `spans` of each group."""
-        for group, wanted in spans.items():
-            in_page, row = self.units[group][1], sources.get(group)
-            has = range(row.start * in_page, (row.start + len(row.pages)) * in_page) if row else range(0)
-            if wanted and not (has.start <= wanted.start and wanted.stop <= has.stop):
-                raise MappingError(
-                    f"group {group}: {self.part.name} wants units {wanted.start} to {wanted.stop - 1} of the request, "
-                    f"{self.source.name} has {f'{has.start} to {has.stop - 1}' if has else 'none'}"
-                )
+        place = self.plan.lacks(sources, spans)
+        if place < 0:
+            return
+        group, wanted = self.plan.groups[place], spans[place]
+        in_page, row = self.units[group][1], sources.get(group)
+        has = range(row.start * in_page, (row.start + len(row.pages)) * in_page) if row else range(0)
+        raise MappingError(
+            f"group {group}: {self.part.name} wants units {wanted.start} to {wanted.stop - 1} of the request, "
+            f"{self.source.name} has {f'{has.start} to {has.stop - 1}' if has else 'none'}"
+        )
 
 
 def _grid(tensor: CacheTensor, unit: int) -> Grid:

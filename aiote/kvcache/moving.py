@@ -13,7 +13,7 @@ import anyio.lowlevel
 import aiote
 
 from ..aio import Condition
-from ..rails import PageIndex, row_fault
+from ..rails import PageIndex, RequestPages, page_fault
 from ..transfers import Move, PreparedMoves
 from .mapping import CacheMap, PageRow, Pattern
 from .tensors import CacheSpec
@@ -40,8 +40,6 @@ MOST_AT_ONCE = 1 << 14
 layer has (up to MOST_PIECES), so both the time of a turn of the loop and the offsets in flight are bounded by this: a
 piece takes 11 ns to compute and submit, and 16 bytes.
 """
-OUTSIDE = 1
-"""What `row_fault` returns for a page that a cache does not have; for a page twice it returns 2."""
 MOST_KEPT = 1 << 18
 """The most pieces of a request whose offsets are kept for the layers that move alike; the offsets of further pieces are
 computed for each layer.
@@ -50,9 +48,9 @@ computed for each layer.
 
 def check_rows(spec: CacheSpec, rows: Rows) -> None:
     """Raise UsageError for page numbers that a cache does not have."""
-    for group, row in rows.items():
-        if row_fault(row.pages, spec.groups.get(group, 0), distinct=False):
-            raise _outside(spec, group, row)
+    fault = page_fault(rows, spec.groups, False)
+    if fault is not None:
+        raise _outside(spec, fault[0], rows[fault[0]])
 
 
 def _outside(spec: CacheSpec, group: int, row: PageRow) -> aiote.UsageError:
@@ -64,13 +62,13 @@ def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
     """Raise UsageError for rows that cannot receive `tokens` tokens: a page that the cache does not have, a page twice
     in a row, or too few pages. Groups without a row are not moved; opaque pages have no tokens.
     """
-    faults = {group: row_fault(row.pages, spec.groups.get(group, 0), distinct=True) for group, row in rows.items()}
+    fault = page_fault(rows, spec.groups, True)
+    if fault is not None:
+        group, twice = fault
+        if not twice:
+            raise _outside(spec, group, rows[group])
+        raise aiote.UsageError(f"{spec.name}: a page occurs twice in the row of group {group}: {rows[group].pages}")
     for group, row in rows.items():
-        if faults[group] == OUTSIDE:
-            raise _outside(spec, group, row)
-    for group, row in rows.items():
-        if faults[group]:
-            raise aiote.UsageError(f"{spec.name}: a page occurs twice in the row of group {group}: {row.pages}")
         in_page = spec.page_tokens.get(group, 0)
         room = (row.start + len(row.pages)) * in_page
         if in_page and room < tokens:
@@ -111,17 +109,11 @@ class PagedMoves:
         self._offsets: dict[tuple[Pattern, range], tuple[PageIndex, PageIndex]] = {}
         self._kept = 0
 
-    def replace_sources(self, rows: Rows) -> None:
-        """Use other pages of the source from now on."""
-        self._rows = rows, self._rows[1]
-        self._known.clear()
-        self._offsets.clear()
-        self._kept = 0
-
-    def layer(self, layer: int, spans: dict[int, range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
+    def layer(self, layer: int, spans: list[range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
         """Yield the source and target pages of a layer for the units `spans` of each group. Raises UsageError."""
+        units_of = dict(zip(self.map.units, spans, strict=True))
         for move in self.map.moves[layer]:
-            span = spans.get(move.pattern.group, range(0))
+            span = units_of[move.pattern.group]
             step = max(1, MOST_AT_ONCE // move.pattern.pieces)
             for first in range(span.start, span.stop, step):
                 units = range(first, min(first + step, span.stop))
@@ -141,10 +133,9 @@ class PagedMoves:
         found = self._offsets.get((pattern, span))
         if found is None:
             here, there = self._rows
-            ours, theirs = pattern.offsets(here[pattern.group], there[pattern.group], span)
-            found = PageIndex(ours), PageIndex(theirs)
-            if self._kept + len(ours) <= MOST_KEPT:
-                self._kept += len(ours)
+            found = pattern.offsets(here[pattern.group], there[pattern.group], span)
+            if self._kept + len(found[0]) <= MOST_KEPT:
+                self._kept += len(found[0])
                 self._offsets[pattern, span] = found
         return found
 
@@ -184,23 +175,26 @@ class SessionMoves:
                 source, nbytes = sources[move.source_memory], move.pattern.nbytes
                 if onto is not None:
                     layers[-1][1].append(Move(source, move.source_offset, onto, move.target_offset, pattern, nbytes))
-        self.patterns = [(pattern, places[pattern.group], pattern.pieces) for pattern in numbers]
+        self._plan = cache_map.plan
+        self._patterns = [
+            (places[pattern.group], pattern.pieces, pattern.source, pattern.target, pattern.axes) for pattern in numbers
+        ]
         self._prepared = PreparedMoves.of(peer, layers) if lent else None
 
+    def pages(self, source: Rows, target: Rows) -> RequestPages:
+        """Return the pages of a request in the form that `run` takes."""
+        return RequestPages(self._plan, self._patterns, source, target)
+
     def run(
-        self, moves: PagedMoves, spans: Sequence[range], layers: list[int], imm: int
+        self, pages: RequestPages, spans: list[range], layers: list[int], imm: int
     ) -> tuple[LayerRun, Callable[[LayerRun, Any], aiote.Transfer]] | None:
         """Make a request of the first of these layers, as many as one transfer may have; the units `spans` of each
         group move. Return it with the function that starts it, or None if the layers are to be written one by one.
         """
         if self._prepared is None:
             return None
-        offsets: list[tuple[PageIndex, PageIndex] | None] = []
-        for pattern, group, pieces in self.patterns:
-            if pieces * len(spans[group]) > MOST_AT_ONCE:
-                return None
-            offsets.append(moves.offsets(pattern, spans[group]) if spans[group] else None)
-        run = self._prepared.run(layers, offsets, imm, MOST_AT_ONCE)
+        offsets = pages.offsets(spans, MOST_AT_ONCE)
+        run = self._prepared.run(layers, offsets, imm, MOST_AT_ONCE) if offsets is not None else None
         return None if run is None else (run, self._prepared.start)
 
 

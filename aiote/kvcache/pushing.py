@@ -27,7 +27,7 @@ import aiote
 from .. import service
 from ..aio import Condition, LoopTask, run_shielded
 from ..observe.wrapping import is_wrapped
-from ..rails import PushedLayers
+from ..rails import PushedLayers, RequestPages
 from ..service.endpoint import CallEndpoint
 from .mapping import CacheMap
 from .moving import PagedMoves, Rows, SessionMoves, TransferBatch, TransferStatistics, check_rows, check_target
@@ -86,7 +86,9 @@ class Push(service.DirectCall):
         self._offer: Offer | None = None
         self._layers: PushedLayers | None = None
         self._batch: TransferBatch | None = None
-        self._moves: PagedMoves
+        self._pages: RequestPages
+        self._moves: PagedMoves | None = None  # for layers that are written one by one
+        self._target: Rows = {}
         self._due: deque[tuple[list[range], list[int], Any]] = deque()
         self._checked: tuple[Rows, Sequence[range]] = {}, ()
         self._task: LoopTask | None = None
@@ -160,18 +162,19 @@ class Push(service.DirectCall):
         """Find out what the reader wants, and write what of it is computed. Raises UsageError or TransferRefused."""
         session, fetch, cache_map = self._session, self._fetch, self._session.map
         spans, tokens = cache_map.spans(rows, fetch.tokens), fetch.tokens
-        cache_map.counts_of(spans, tokens)
+        cache_map.counts(spans)
         if tokens > offer.tokens:
             raise TransferRefused(
                 f"{cache_map.part.name} wants {tokens} tokens of {fetch.request!r}, but "
                 f"{cache_map.source.name} offers {offer.tokens}"
             )
         units = [unit or offer.page_tokens.get(group, 0) for group, (unit, _, _) in cache_map.units.items()]
-        for span, unit in zip(spans.values(), units, strict=True):
+        for span, unit in zip(spans, units, strict=True):
             # A page of states holds the state after all tokens of the offer, even if its reader asks for fewer.
             tokens = offer.tokens if span and not unit else tokens
-        self._layers = PushedLayers(offer, cache_map.layers, session.moves.groups, [*spans.values()], units, tokens)
-        self._moves = PagedMoves(cache_map, session.sources, session.targets, offer.rows, rows)
+        self._layers = PushedLayers(offer, cache_map.layers, session.moves.groups, spans, units, tokens)
+        self._pages = session.moves.pages(offer.rows, rows)
+        self._target = rows
         self._batch = TransferBatch(session.engine, session.peer, Condition(), session.traffic)
         offer.pushes.add(self)
         if offer.stopped:
@@ -312,7 +315,7 @@ class Push(service.DirectCall):
             self._check_rows(spans)
             while layers:
                 together = batch.has_room and self._context is None
-                made = moves.run(self._moves, spans, layers, self._fetch.imm) if together else None
+                made = moves.run(self._pages, spans, layers, self._fetch.imm) if together else None
                 if made is None:
                     return False
                 run, start = made
@@ -322,7 +325,7 @@ class Push(service.DirectCall):
                     return True
             self._due.popleft()
 
-    def _check_rows(self, spans: Sequence[range]) -> None:
+    def _check_rows(self, spans: list[range]) -> None:
         """Check the offer's rows, unless they and the units are those of the last check. Raises UsageError."""
         assert self._offer is not None
         cache_map = self._session.map
@@ -331,9 +334,10 @@ class Push(service.DirectCall):
             # Copy the rows: the program may replace them at any time, even while this waits for room.
             rows = self._offer.rows.copy()
             check_rows(cache_map.source, rows)
-            cache_map.check_source(rows, dict(zip(cache_map.units, spans, strict=True)))
+            cache_map.check_source(rows, spans)
             if replaced:
-                self._moves.replace_sources(rows)
+                self._pages.replace(rows)
+                self._moves = None
             self._checked = rows, spans
 
     async def _write_in_turns(self) -> None:
@@ -350,12 +354,16 @@ class Push(service.DirectCall):
         if self._offer.suspending:
             self._offer.changed.wake_all()
 
-    async def _write_layer(self, layer: int, spans: Sequence[range], stream: Any) -> None:
+    async def _write_layer(self, layer: int, spans: list[range], stream: Any) -> None:
         """Start to write one layer, with a request for each of its moves, or several for a long one."""
         assert self._batch is not None
-        imm = self._fetch.imm + self._session.immediates[layer]
-        write, order = self._session.engine.submit_write_pages, {} if stream is None else {"stream": stream}
-        for source, target in self._moves.layer(layer, dict(zip(self._session.map.units, spans, strict=True))):
+        session = self._session
+        moves = self._moves = self._moves or PagedMoves(
+            session.map, session.sources, session.targets, self._checked[0], self._target
+        )
+        imm = self._fetch.imm + session.immediates[layer]
+        write, order = session.engine.submit_write_pages, {} if stream is None else {"stream": stream}
+        for source, target in moves.layer(layer, spans):
             while not self._batch.has_room:
                 await self._batch.room()
             transfer = self._batch.submit(len(source), write, source, target, imm, **order)

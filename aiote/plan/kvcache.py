@@ -238,7 +238,7 @@ def bytes_by_rank(scenario: KvScenario) -> tuple[dict[int, int], dict[int, int],
             if not part.tensors:
                 continue
             made = CacheMap(specs["prefill"][source], part)
-            spans = made.spans(rows, scenario.tokens)
+            spans = dict(zip(made.units, made.spans(rows, scenario.tokens), strict=True))
             for layer, moves in made.moves.items():
                 for move in moves:
                     count = len(spans[move.pattern.group]) * math.prod(axis.times for axis in move.pattern.axes)

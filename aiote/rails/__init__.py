@@ -23,6 +23,7 @@ from aiote_native.requests.operations import (
     run,
     wake,
 )
+from aiote_native.requests.pages import PageNumbers, RequestPages, RequestPlan, page_fault, piece_offsets
 from aiote_native.requests.prepared import (
     LayerMoves,
     LayerRun,
@@ -30,7 +31,6 @@ from aiote_native.requests.prepared import (
     PreparedTargets,
     PushedLayers,
     TargetRun,
-    row_fault,
 )
 from aiote_native.requests.request import (
     READ,
@@ -86,6 +86,7 @@ __all__ = [
     "Order",
     "OwnLoop",
     "PageIndex",
+    "PageNumbers",
     "PageSet",
     "PeerLink",
     "PendingChannel",
@@ -99,6 +100,8 @@ __all__ = [
     "RemoteMemory",
     "RemoteSlice",
     "Request",
+    "RequestPages",
+    "RequestPlan",
     "RequestStarter",
     "ScatterTargets",
     "SharedPages",
@@ -119,10 +122,11 @@ __all__ = [
     "is_stream",
     "library_summary",
     "open_driver",
+    "page_fault",
     "parse_address",
+    "piece_offsets",
     "pools_fit",
     "read_value",
-    "row_fault",
     "run",
     "scatter",
     "section",

@@ -1,4 +1,3 @@
-from cpython.buffer cimport Py_buffer
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
@@ -6,6 +5,7 @@ from aiote_native.cuda.driver cimport Hold
 from aiote_native.engine.core cimport Core
 from aiote_native.engine.structs cimport Op, State
 from aiote_native.requests.operations cimport PageIndex
+from aiote_native.requests.pages cimport Integers
 from aiote_native.requests.request cimport Request, TargetOps
 
 # A checked target: an Op without the numbers that each request brings, and the bounds of those numbers.
@@ -19,16 +19,6 @@ cdef struct Row:
     uint64_t remote_pages
     int rails            # the number of rails that the remote memory was registered with
     Op op
-
-cdef class Integers:
-    cdef Py_buffer view
-    cdef bint present
-    cdef bint signed
-    cdef uint64_t count
-    cdef Py_ssize_t step
-    cdef str name
-    cdef uint64_t at(self, uint64_t i) noexcept nogil
-    cdef object value(self, uint64_t i)
 
 cdef class PreparedTargets:
     cdef readonly Core core

@@ -8,9 +8,6 @@ from aiote_native.requests.request import Request, TargetOps
 
 _R = TypeVar("_R", bound=Request)
 
-class Integers:
-    def __init__(self, name: str, values: object) -> None: ...
-
 class PreparedTargets:
     core: Core
     count: int
@@ -88,5 +85,3 @@ class LayerRun(TargetRun):
     pieces: int
     @property
     def owner(self) -> Any: ...
-
-def row_fault(numbers: object, pages: int, distinct: bool) -> int: ...

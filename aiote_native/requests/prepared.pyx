@@ -1,11 +1,10 @@
 """Requests that were checked once and start many times: prepared targets, and requests of a model's layers."""
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, qsort
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from aiote_native.channels.failover cimport largest_of, widest_of
@@ -17,8 +16,8 @@ from aiote_native.engine.progress cimport alive, kick, lock, unlock
 from aiote_native.engine.structs cimport MAX_CHANNELS, OP_WRITE, Op, State
 from aiote_native.requests.operations cimport (
     Flight, LocalMemory, Order, PageIndex, RemoteMemory, fill, hold_of, start_targets_behind)
+from aiote_native.requests.pages cimport Integers
 from aiote_native.requests.request cimport Request, TargetOps, leave_link, make_request
-from aiote_native.system.buffers cimport refuse_mask
 
 # Targets that are checked once for many requests, which bring arrays of lengths and offsets, or of page numbers.
 #
@@ -31,51 +30,6 @@ from aiote_native.system.buffers cimport refuse_mask
 
 cdef uint64_t MOST_PAGES = 1 << 56
 cdef uint64_t ANY_PAGE = 1 << 62  # with a stride of 0 every page is the same one
-
-
-cdef class Integers:
-    """A caller's row of 64-bit integers, through the buffer protocol; `None` stands for zeros. Raises TypeError."""
-
-    def __cinit__(self, str name, values):
-        cdef const char* kind
-        self.name = name
-        if values is None:
-            return
-        try:
-            refuse_mask(values)
-            PyObject_GetBuffer(values, &self.view, PyBUF_FORMAT | PyBUF_STRIDES)
-        except TypeError:
-            raise TypeError(f"{name}: expected an array of 64-bit integers, got {type(values).__name__}") from None
-        except ValueError as error:
-            raise TypeError(f"{name}: {error}") from None
-        self.present = True
-        kind = self.view.format
-        # "<" is the native order on every machine that this runs on.
-        if kind[0] in (c"@", c"=", c"<"):
-            kind += 1
-        self.signed = kind[0] in (c"l", c"q")
-        if (self.view.ndim != 1 or self.view.itemsize != 8 or kind[0] == 0 or kind[1] != 0
-                or not (self.signed or kind[0] in (c"L", c"Q"))):
-            raise TypeError(f"{name}: expected one dimension of int64 or uint64, got {self.view.ndim} of format "
-                            f"{(<bytes> self.view.format).decode()!r}")
-        self.count = self.view.shape[0]
-        # Arrays of ctypes leave the strides out even where the caller asks for them.
-        self.step = self.view.strides[0] if self.view.strides != NULL else 8
-
-    def __dealloc__(self):
-        if self.present:
-            PyBuffer_Release(&self.view)
-
-    cdef uint64_t at(self, uint64_t i) noexcept nogil:
-        """Return a number. A number below 0 becomes larger than any bound."""
-        cdef uint64_t value = 0
-        if self.present:
-            memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.step, 8)
-        return value
-
-    cdef object value(self, uint64_t i):
-        """Return a number as its owner sees it."""
-        return <int64_t> self.at(i) if self.signed else self.at(i)
 
 
 cdef class PreparedTargets:
@@ -723,39 +677,3 @@ cdef class LayerRun(TargetRun):
     def owner(self) -> object:
         """The connection to its peer, which explains the errors of the request."""
         return (<PeerLink> self.prepared.rows[0].link).peer
-
-
-cdef int compare(const void* left, const void* right) noexcept nogil:
-    cdef int64_t a = (<const int64_t*> left)[0], b = (<const int64_t*> right)[0]
-    return (a > b) - (a < b)
-
-
-def row_fault(numbers, int64_t pages, bint distinct) -> int:
-    """Return 0 if all numbers are pages from 0 to `pages` - 1, otherwise 1; and 2, if they have to be `distinct`, where
-    one occurs twice. Raises TypeError unless they are an array of 64-bit integers.
-    """
-    cdef Integers given = Integers("pages", numbers)
-    cdef uint64_t i
-    cdef int64_t* sorted_numbers
-    cdef int fault = 0
-    for i in range(given.count):
-        if not 0 <= <int64_t> given.at(i) < pages:
-            return 1
-    if not distinct or given.count < 2:
-        return 0
-    # More numbers than pages must repeat one, so a row that is sorted is no longer than its group.
-    if given.count > <uint64_t> pages:
-        return 2
-    sorted_numbers = <int64_t*> malloc(given.count * sizeof(int64_t))
-    if sorted_numbers == NULL:
-        raise MemoryError
-    for i in range(given.count):
-        sorted_numbers[i] = <int64_t> given.at(i)
-    with nogil:
-        qsort(sorted_numbers, given.count, sizeof(int64_t), compare)
-        for i in range(1, given.count):
-            if sorted_numbers[i] == sorted_numbers[i - 1]:
-                fault = 2
-                break
-    free(sorted_numbers)
-    return fault

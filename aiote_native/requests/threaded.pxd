@@ -4,7 +4,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from aiote_native.engine.core cimport Core
 from aiote_native.engine.progress cimport Progress, pthread_mutex_t, pthread_t
 from aiote_native.engine.structs cimport Op
-from aiote_native.requests.prepared cimport Integers, Row, TargetRun
+from aiote_native.requests.pages cimport Integers
+from aiote_native.requests.prepared cimport Row, TargetRun
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_cond_t:

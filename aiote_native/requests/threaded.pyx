@@ -20,7 +20,8 @@ from aiote_native.engine.progress cimport (
     pthread_mutex_lock, pthread_mutex_unlock, pthread_t, signal_wake, unlock, usable)
 from aiote_native.engine.structs cimport ECANCELED, OP_READ, OP_WRITE, Op, State
 from aiote_native.requests.operations cimport start_behind
-from aiote_native.requests.prepared cimport Integers, PreparedTargets, Row, TargetRun, number, start_child
+from aiote_native.requests.pages cimport Integers
+from aiote_native.requests.prepared cimport PreparedTargets, Row, TargetRun, number, start_child
 from aiote_native.requests.request cimport LocalSlice, PageSet, RemoteSlice, Request, make_request
 from aiote_native.system.base cimport check, clock_ns
 

@@ -26,12 +26,13 @@ def moved(source: Cache, target: Cache, here: dict[int, PageRow], there: dict[in
     found = CacheMap(source.spec, part)
     spans = found.spans(there, tokens)
     found.check_source(here, spans)
+    units = dict(zip(found.units, spans, strict=True))
     into = [memory.reshape(-1).view(np.uint8) for memory in target.memories]
     for moves in found.moves.values():
         for move in moves:
             group = move.pattern.group
             rows = here.get(group, NONE), there.get(group, NONE)
-            ours, theirs = move.pattern.offsets(*rows, spans[group])
+            ours, theirs = map(np.array, move.pattern.offsets(*rows, units[group]))
             for begin, end in zip(ours + move.source_offset, theirs + move.target_offset, strict=True):
                 piece = flat[move.source_memory][begin : begin + move.pattern.nbytes]
                 into[move.target_memory][end : end + move.pattern.nbytes] = piece

@@ -20,12 +20,13 @@ def move(source: Cache, target: Cache, part: CacheSpec, here: dict, there: dict,
     cache_map = CacheMap(source.spec, part)
     spans = cache_map.spans(there, tokens)
     cache_map.check_source(here, spans)
-    counts = dict(zip(cache_map.layers, cache_map.counts(there, tokens), strict=True))
+    counts = dict(zip(cache_map.layers, cache_map.counts(spans), strict=True))
+    units = dict(zip(cache_map.units, spans, strict=True))
     for layer in cache_map.layers:
         pieces = 0
         for one in cache_map.moves[layer]:
             group = one.pattern.group
-            starts = one.pattern.offsets(here[group], there[group], spans[group])
+            starts = one.pattern.offsets(here[group], there[group], units[group])
             for begin, end in zip(*starts, strict=True):
                 begin, end, nbytes = begin + one.source_offset, end + one.target_offset, one.pattern.nbytes
                 data = source.memories[one.source_memory].reshape(-1)[begin : begin + nbytes]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote_native.requests.prepared import OfferedLayers, PushedLayers, row_fault
+from aiote_native.requests.prepared import OfferedLayers, PushedLayers
 
 NUMBERS = st.integers(0, 12)
 
@@ -124,16 +122,3 @@ def test_an_offer_without_layers_is_complete_without_tokens():
     assert Offered([], 0).complete
     assert not Offered([], 1).complete
     assert Offered([1, 2], 5, computed=True).complete
-
-
-@given(st.lists(st.integers(-2, 12), max_size=8), st.integers(0, 12), st.booleans())
-def test_a_row_is_checked_as_numpy_does(numbers, pages, distinct):
-    row = np.array(numbers, np.int64)
-    outside = bool(len(row)) and not (row.min() >= 0 and row.max() < pages)
-    twice = distinct and len(np.unique(row)) < len(row)
-    assert row_fault(row, pages, distinct) == (1 if outside else 2 if twice else 0)
-
-
-def test_a_row_of_something_else_is_refused():
-    with pytest.raises(TypeError):
-        row_fault(np.array([1.0]), 3, False)
