@@ -154,7 +154,9 @@ class Reception:
         self._block = block = self._consumer.immediates.open(list(counts.values()), [link.peer for link in writers])
         for link in self._links:
             rows = rows_to({group: row for group, row in self.rows.items() if group in link.map.units})
-            fetch = PushRequest(link.session, self.request, self.tokens, block.first, rows)
+            fetch = PushRequest(
+                link.session, self.request, self.tokens, block.first, rows, counts_suffice=not self._unconfirmed
+            )
             stream = cast("service.Stream", link.client.push(fetch))
             link.readers.add(self)
             # The rank may write from the moment the call is sent until the call has ended there.

@@ -1,4 +1,4 @@
-"""Compute which bytes move where between two caches: pure arithmetic on the specs of both sides.
+"""Compute which bytes move where between two caches: arithmetic on the specs of both sides, native for each request.
 
 Before the first request a decode rank divides its cache among the prefill ranks that have it (`assign`). Each part and
 the cache of its prefill rank make a `CacheMap` (the moves of each layer), which both sides compute. A request adds page

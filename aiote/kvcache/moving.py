@@ -48,7 +48,7 @@ computed for each layer.
 
 def check_rows(spec: CacheSpec, rows: Rows) -> None:
     """Raise UsageError for page numbers that a cache does not have."""
-    fault = page_fault(rows, spec.groups, False)
+    fault = page_fault(rows, spec.groups, distinct=False)
     if fault is not None:
         raise _outside(spec, fault[0], rows[fault[0]])
 
@@ -62,7 +62,7 @@ def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
     """Raise UsageError for rows that cannot receive `tokens` tokens: a page that the cache does not have, a page twice
     in a row, or too few pages. Groups without a row are not moved; opaque pages have no tokens.
     """
-    fault = page_fault(rows, spec.groups, True)
+    fault = page_fault(rows, spec.groups, distinct=True)
     if fault is not None:
         group, twice = fault
         if not twice:

@@ -88,13 +88,17 @@ class Opened(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PushRequest(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """A request to be pushed: the number of tokens, the target pages of each group, and the first immediate `imm`."""
+    """A request to be pushed: the number of tokens, the target pages of each group, and the first immediate `imm`.
+
+    `counts_suffice`: the counts tell the reader that all has arrived, so it does not wait for the stream's end.
+    """
 
     session: Number
     request: Name
     tokens: Number
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
     rows: SentRows
+    counts_suffice: bool = False
 
 
 class Pinned(msgspec.Struct, array_like=True, frozen=True, eq=False):

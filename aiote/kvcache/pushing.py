@@ -82,6 +82,7 @@ class Push(service.DirectCall):
 
     def __init__(self, offers: Offers, session: DecodeSession, fetch: PushRequest) -> None:
         self._offers, self._session, self._fetch = offers, session, fetch
+        self.end_may_wait = fetch.counts_suffice
         self._end: Callable[[Exception | None], None] | None = None
         self._offer: Offer | None = None
         self._layers: PushedLayers | None = None

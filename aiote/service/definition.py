@@ -36,7 +36,13 @@ has ended, the call writes no more bytes into it.
 
 
 class DirectCall(AsyncIterator[None]):
-    """A call that a `direct` method has returned: it goes on in callbacks, and no task of its own awaits it."""
+    """A call that a `direct` method has returned: it goes on in callbacks, and no task of its own awaits it.
+
+    `end_may_wait`: a caller that does not wait for the end of a call that succeeds. The end may then be sent up to 5 ms
+    later, in one message with others.
+    """
+
+    end_may_wait = False
 
     @abstractmethod
     def begin(self, end: Callable[[Exception | None], None]) -> None:

@@ -179,6 +179,9 @@ class Running:
         link.values.hand_over(parcel.pieces)
         size = FRAME_BYTES + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
         end = End(self.frame.slot, self.generation, status, parcel.body, parcel.pieces, parcel.outside, items)
+        if status == CallStatus.DONE and self._direct is not None and self._direct.end_may_wait:
+            link.frames.post_late(end, size)
+            return
         # Send the end of the peer's last running call at once: no other end could travel in the same message.
         link.frames.post(end, size, now=not link.running)
 

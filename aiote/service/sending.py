@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
+import anyio
+
 import aiote
 
 from ..aio import report_callback_error
@@ -27,6 +29,9 @@ MAX_UNSENT = 4
 MAX_SENDING = 256
 """The most messages in flight to one peer; further frames wait unsent."""
 BATCH_FRAMES = 256
+LATE_FRAMES = 8
+"""Frames that are not urgent are sent when so many of them wait, or after LATE_S seconds, or with a frame that is."""
+LATE_S = 0.005
 
 
 class FrameSender:
@@ -38,19 +43,14 @@ class FrameSender:
         self.room = 0
         """How many bytes the body of a frame may have that is alone in its message; 0 before the handshake."""
         self._sending: deque[aiote.Transfer] = deque()
-        self._scheduled = self._waiting = self._flushing = self._closed = False
+        self._scheduled = self._waiting = self._flushing = self._closed = self._late = False
 
     def post(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
         """Send a frame of at most `nbytes` bytes, together with the other frames of this turn of the loop, or `now`.
 
         If too many frames wait for the peer because it takes no messages, disconnect it.
         """
-        if self._closed:
-            return
-        try:
-            self.unsent.put(frame, nbytes)
-        except BlockingIOError as error:
-            self._peer.disconnect(f"it does not read the answers to its calls: {error}"[:200])
+        if not self._put(frame, nbytes):
             return
         if ((now and not self._endpoint.reading) or len(self.unsent) >= BATCH_FRAMES) and not self._waiting:
             self.flush()
@@ -61,6 +61,33 @@ class FrameSender:
         # slots that the peer announces does not raise the bound.
         if len(self.unsent) > MAX_UNSENT * (self._endpoint.limits.slots + len(self._calls) + 64):
             self._peer.disconnect("it does not read the answers to its calls")
+
+    def post_late(self, frame: Frame, nbytes: int) -> None:
+        """Send a frame together with the next urgent one, with LATE_FRAMES others, or after LATE_S seconds."""
+        if not self._put(frame, nbytes) or self._scheduled or self._waiting:
+            return
+        if len(self.unsent) >= min(LATE_FRAMES, self._endpoint.limits.slots // 2):
+            self.flush()
+        elif not self._late:
+            self._late = True
+            self._endpoint.loop.spawn(self._flush_late, name="aiote service: send ends of calls")
+
+    async def _flush_late(self) -> None:
+        await anyio.sleep(LATE_S)
+        self._late = False
+        if not self._waiting:
+            self.flush()
+
+    def _put(self, frame: Frame, nbytes: int) -> bool:
+        """Queue a frame; return whether it is to be sent. Disconnect a peer whose share is used up."""
+        if self._closed:
+            return False
+        try:
+            self.unsent.put(frame, nbytes)
+        except BlockingIOError as error:
+            self._peer.disconnect(f"it does not read the answers to its calls: {error}"[:200])
+            return False
+        return True
 
     def flush(self) -> None:
         """Send the unsent frames."""

@@ -9,6 +9,7 @@ import pytest
 import aiote
 from aiote.kvcache import PagePool, PageRow
 from aiote.kvcache.protocol import TransferRefused
+from aiote.service import sending
 from support.engines.opening import until
 from support.kv.caches import Model, Side, expected, fill, same, value
 from support.kv.worlds import BEFORE, World, decode, prefill, world
@@ -176,3 +177,21 @@ async def test_a_state_is_not_pushed_before_all_of_its_offer_is_computed(tokens)
             if not tensor.tokens:
                 place = slice(tensor.offset + 2 * tensor.page_stride, tensor.offset + 3 * tensor.page_stride)
                 assert np.array_equal(flat[tensor.memory][place], value(tensor, 0, 0))
+
+
+async def test_a_request_is_over_before_the_news_of_its_end_comes(monkeypatch):
+    monkeypatch.setattr(sending, "LATE_S", 3600)
+    async with world("sim", Side(), Side(), MODEL) as w:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        for turn in range(2):
+            async with anyio.create_task_group() as group:
+                group.start_soon(prefill, w.producers[0], f"r{turn}", TOKENS, here, 1)
+                async with w.consumers[0].receive(w.places, f"r{turn}", tokens=TOKENS, rows=there) as reception:
+                    await reception.arrived()
+                    assert reception.complete
+        assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
+        # What is left early is confirmed at once, whatever else may wait.
+        async with w.consumers[0].receive(w.places, "left", tokens=TOKENS, rows=there):
+            pass
+        assert not w.consumers[0].engine.peers[0].lost

@@ -33,7 +33,7 @@ PLANNER = (
 PLANNER += ("copy_log", "record", "stand_in", "tasks", "traced", "traced_numpy", "traced_torch", "watched")
 ROUNDS = ("config", "plan", "states", "wire")
 PURE = ("aiote.core.", *(f"aiote.weights.{name}" for name in PLANNER), "aiote.connectors.buckets")
-PURE += ("aiote.kvcache.mapping", "aiote.kvcache.tensors")
+PURE += ("aiote.kvcache.tensors",)
 PURE += tuple(f"aiote.moe.{name}" for name in ROUNDS)
 
 # From the lowest; the longest prefix decides. The public names of `aiote` itself are a floor, on which services stand.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -9,10 +10,11 @@ import anyio
 import msgspec
 import pytest
 
+import aiote
 from aiote import service
-from aiote.service import RemoteError
+from aiote.service import RemoteError, sending
 from aiote.service.definition import DirectCall
-from aiote.service.frames import CallFrame
+from aiote.service.frames import CallFrame, unpack
 from aiote.service.sending import FrameSender
 from support.engines.opening import pair, until
 
@@ -150,3 +152,68 @@ async def test_a_direct_call_ends_at_the_deadline_that_its_frame_carries(monkeyp
         await until(lambda: holds.calls and holds.calls[0].cancelled)
         assert server.running == 1
         holds.calls[0].finish()
+
+
+class Patient(Held):
+    """A call whose caller learns of a good end in another way."""
+
+    end_may_wait = True
+
+
+class Brief(service.Service):
+    """Calls that end at once; their ends may wait."""
+
+    begun = 0
+
+    @service.method(raises=[KeyError], direct=True)
+    def hold(self, word: str) -> AsyncIterator[None]:
+        """End at once."""
+        self.begun += 1
+        return Patient(service.current_call(), word)
+
+
+@asynccontextmanager
+async def patient(monkeypatch: pytest.MonkeyPatch, seconds: float):
+    monkeypatch.setattr(sending, "LATE_S", seconds)
+    async with pair("sim") as (left, right), service.serve(right, brief := Brief()) as server:
+        client, sent = service.client(left, right.address, Brief), Counter[str]()
+        submit = right.submit_send
+
+        def counted(to: object, data: bytes) -> aiote.Transfer:
+            sent.update(type(frame).__name__ for frame in unpack(bytes(data)))
+            sent["messages"] += 1
+            return submit(to, data)
+
+        # The first call connects, so what is counted begins behind it.
+        with pytest.raises(KeyError):
+            await items(client.hold("raise"))
+        monkeypatch.setattr(right, "submit_send", counted)
+        brief.begun = 0
+        yield client, sent, lambda calls: brief.begun == calls and not server.running
+
+
+async def test_ends_that_may_wait_travel_together(monkeypatch):
+    ended: list[Exception | None] = []
+    async with patient(monkeypatch, 3600) as (client, sent, over):
+        for turn in range(2 * sending.LATE_FRAMES):
+            assert len(ended) == turn // sending.LATE_FRAMES * sending.LATE_FRAMES
+            await client.hold("now").listen(print, ended.append)
+            await until(lambda turn=turn: over(turn + 1) and len(ended) >= (turn + 1) // sending.LATE_FRAMES * 8)
+        assert (ended, sending.LATE_FRAMES) == ([None] * 16, 8)
+        assert (sent["End"], sent["messages"]) == (2 * sending.LATE_FRAMES, 2)
+
+
+async def test_an_end_that_may_wait_comes_by_itself(monkeypatch):
+    async with patient(monkeypatch, 0.001) as (client, sent, _):
+        assert await items(client.hold("now")) == []
+        assert sent["messages"] == 1
+
+
+async def test_a_failure_does_not_wait_and_takes_other_ends_along(monkeypatch):
+    ended: list[Exception | None] = []
+    async with patient(monkeypatch, 3600) as (client, sent, _):
+        await client.hold("now").listen(print, ended.append)
+        with pytest.raises(KeyError):
+            await items(client.hold("raise"))
+        await until(lambda: ended)
+        assert (ended, sent["messages"]) == ([None], 1)
