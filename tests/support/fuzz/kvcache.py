@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 import aiote
-from aiote.kvcache.mapping import MOST_PIECES, NO_PAGES, CacheMap
+from aiote.kvcache.mapping import MOST_PIECES, CacheMap, PageRow
 from aiote.kvcache.moving import check_rows
 from aiote.kvcache.protocol import PushRequest, SentPageRow, Transfers, rows_of
 from aiote.kvcache.tensors import CacheSpec
@@ -59,21 +59,23 @@ def fetch(data: bytes) -> None:
     try:
         rows = rows_of(asked.rows)
         check_rows(PART, rows)
-        counts = MAP.counts(rows, asked.tokens)
+        spans = MAP.spans(rows, asked.tokens)
+        counts = MAP.counts(spans)
     except aiote.AioteError as error:
         assert len(str(error)) < 2000
         return
     assert max(counts, default=0) <= MOST_PIECES
-    spans = MAP.spans(rows, asked.tokens)
-    if max(map(len, spans.values())) > MOST_UNITS:
+    units = dict(zip(MAP.units, spans, strict=True))
+    if max(map(len, spans)) > MOST_UNITS:
         return
-    source = {group: zeros(span, MAP.units[group][1]) for group, span in spans.items()}
+    source = {group: zeros(span, MAP.units[group][1]) for group, span in units.items()}
     MAP.check_source(source, spans)
     for count, moves in zip(counts, MAP.moves.values(), strict=True):
         pieces = 0
         for move in moves:
             group = move.pattern.group
-            offsets = move.pattern.offsets(source[group], rows.get(group, NO_PAGES), spans[group])[1]
+            target = rows.get(group) or PageRow([])
+            offsets = np.array(list(move.pattern.offsets(source[group], target, units[group])[1]), np.int64)
             ends = offsets + move.target_offset + move.pattern.nbytes
             assert not len(ends) or 0 <= int(offsets.min()) <= int(ends.max()) <= PART.memories[move.target_memory]
             pieces += len(offsets)
