@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = ROOT / "tests" / "fuzz" / "corpus"
-CRASHES = ROOT / "tests" / "fuzz" / "crashes"
+INPUTS = ROOT / "tests" / "malformed_bytes"
+CORPUS, CRASHES = INPUTS / "corpus", INPUTS / "crashes"
 FOUND = ROOT / "build" / "fuzz"
 INPUT_S = 10
 MEMORY_MB = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import runpy
 import tracemalloc
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def test_the_corpus_is_what_the_seeds_are():
     """A message that was added or changed has its seeds after `python tools/fuzz.py --seeds`."""
     folders = {target: (HERE / "corpus" / target).iterdir() for target in SEEDS}
     found = {target: {path.name: path.read_bytes() for path in paths} for target, paths in folders.items()}
+    tool = runpy.run_path(str(HERE.parents[1] / "tools" / "fuzz.py"))
+    assert (tool["CORPUS"], tool["CRASHES"]) == (HERE / "corpus", HERE / "crashes")
     if found != SEEDS:
         pytest.fail("the seeds are not those of today's messages; renew them: python tools/fuzz.py --seeds", False)
     assert set(SEEDS) == set(TARGETS)
