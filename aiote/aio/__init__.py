@@ -11,7 +11,8 @@ from .handover import Handover, close_aside, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall, in_thread
 from .tasks import TaskScope, plain_errors, report_callback_error, run_background_tasks, run_shielded
-from .waiting import Backoff, Condition, finish, poll_until, run, run_within, sleep, wait_shielded, wake
+from .waiting import Backoff, Condition, TurnQueue, finish, poll_until, run, run_within, sleep, wait_shielded, wake
+from .window import TransferWindow
 
 __all__ = [
     "Backoff",
@@ -26,6 +27,8 @@ __all__ = [
     "PendingConnection",
     "TaskScope",
     "ThreadCall",
+    "TransferWindow",
+    "TurnQueue",
     "Waiter",
     "close_aside",
     "current_loop",

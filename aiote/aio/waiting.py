@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
@@ -16,6 +16,7 @@ __all__ = [
     "Backoff",
     "Condition",
     "Over",
+    "TurnQueue",
     "finish",
     "poll_until",
     "run",
@@ -27,6 +28,7 @@ __all__ = [
 
 
 POLL_S = 0.001
+T = TypeVar("T")
 
 
 class Over(Protocol):
@@ -185,3 +187,51 @@ class Condition:
             return
         for _ in range(len(self._waiters)):
             self.wake_one(wake)
+
+
+class _Turn:
+    __slots__ = ("waiter",)
+
+    def __init__(self) -> None:
+        self.waiter: Waiter | None = None
+
+
+class TurnQueue:
+    """Tasks that wait for what only one of them can have, such as room in memory: first come, first served.
+
+    Call `wake` when the first task may succeed. A task that leaves the queue wakes the next one.
+    """
+
+    __slots__ = ("_loop", "_turns")
+
+    def __init__(self, loop: EventLoop | None = None) -> None:
+        self._loop = loop
+        self._turns: deque[_Turn] = deque()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    async def take(self, attempt: Callable[[], T | None]) -> T:
+        """Wait in turn until `attempt` returns another value than None, and return that value.
+
+        `attempt` is called when the task is the first in the queue, and again after each `wake`. An error that it
+        raises ends the wait.
+        """
+        turn = _Turn()
+        self._turns.append(turn)
+        try:
+            while True:
+                if self._turns[0] is turn:
+                    found = attempt()
+                    if found is not None:
+                        return found
+                turn.waiter = (self._loop or current_loop()).waiter()
+                await turn.waiter
+        finally:
+            self._turns.remove(turn)
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the first task try again."""
+        if self._turns and self._turns[0].waiter is not None:
+            wake(self._turns[0].waiter)

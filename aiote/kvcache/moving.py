@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import anyio
 import anyio.lowlevel
 
 import aiote
 
-from ..aio import Condition
+from ..aio import Condition, TransferWindow
 from ..rails import PageIndex, RequestPages, page_fault
 from ..transfers import Move, PreparedMoves
 from .mapping import CacheMap, PageRow, Pattern
@@ -231,27 +229,23 @@ class TransferStatistics:
         self.written = Written(was.transfers + transfers, was.bytes + nbytes, was.busy_s + took)
 
 
-class TransferBatch:
-    """A request's transfers in flight toward one peer. `changed` is set when a transfer has failed or all are over."""
+class TransferBatch(TransferWindow[aiote.Transfer]):
+    """A request's transfers in flight toward one peer. The peer limits them, so that batches share its room."""
 
     def __init__(
         self, engine: aiote.Engine, peer: aiote.Peer, changed: Condition, traffic: TransferStatistics | None = None
     ) -> None:
+        super().__init__(changed)
         self.engine, self._peer = engine, peer
-        self.changed = changed
         self._traffic = traffic
         self._counted = 0, 0
-        self._failed: deque[aiote.Transfer] = deque()
-        self._flight = aiote.Flight(self._record_change)
         self._pieces = 0  # that were submitted since `room` last let other tasks run
 
     def _record_change(self, failed: aiote.Transfer | None) -> None:
-        if failed is not None:
-            self._failed.append(failed)
         if self._traffic is not None and not self._flight:
             before, self._counted = self._counted, (self._flight.landed, self._flight.landed_bytes)
             self._traffic.record_end(self._counted[0] - before[0], self._counted[1] - before[1])
-        self.changed.wake_all()
+        super()._record_change(failed)
 
     def end_if_idle(self) -> bool:
         """Return whether no transfer is in flight; if so, end the batch: the caller must not submit more."""
@@ -269,10 +263,7 @@ class TransferBatch:
     @property
     def is_busy(self) -> bool:
         """Whether a transfer is in flight. Raises the error of the first one that failed."""
-        while self._failed:
-            error = self._failed.popleft().exception()
-            if error is not None:
-                raise error
+        self.raise_failure()
         return bool(self._flight)
 
     @property
@@ -304,19 +295,10 @@ class TransferBatch:
         transfer = start(*arguments, **more)
         if self._traffic is not None and not self._flight:
             self._traffic.record_begin()
-        transfer.join(self._flight)
+        self.add(transfer)
         return transfer
 
     async def drain(self) -> None:
-        """Cancel the transfers in flight and wait until all are over. Cancelling the wait loses none."""
-        for transfer in self._flight:
-            transfer.cancel()
-        for transfer in self._flight:
-            # A cancelled wait drains within the engine's drain_timeout; a plain wait has no limit.
-            with anyio.CancelScope() as draining:
-                draining.cancel()
-                try:
-                    await transfer
-                except aiote.AioteError:
-                    continue  # the request has ended already; the reason does not matter here
+        """Cancel the transfers in flight, wait until all are over, and end the batch."""
+        await super().drain()
         self.end_if_idle()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
     from ..transfers import Counter, Inbox
 
-__all__ = ["Connection", "ServingSession"]
+__all__ = ["Attempts", "Connection", "ServingSession"]
 
 QUIET_S = 0.05
 """How long `confirm_teardown` polls the gate of a peer that is in a call into its library, before it asks the peer."""
@@ -52,11 +52,26 @@ class ServingSession(Protocol):
         """Wait until the peer starts no more requests through a lease and has none in flight."""
 
 
+class Attempts:
+    """The attempts to establish one connection: how many run, and until when they may.
+
+    `initiator` is the identity of the engine that began the authenticated attempt, if there is one; `reached` are the
+    places where the other engine was reached.
+    """
+
+    __slots__ = ("deadline", "initiator", "reached", "running")
+
+    def __init__(self, deadline: float) -> None:
+        self.running = 0
+        self.deadline = deadline
+        self.initiator = b""
+        self.reached: set[tuple[str, int]] = set()
+
+
 class Connection:
     """One connection of this engine with another, through its whole life: being made, in use, lost.
 
-    `address` is the address that the other engine announces, `reached` the places where it was reached; `peer` is the
-    handle for users.
+    `address` is the address that the other engine announces; `peer` is the handle for users.
     """
 
     def __init__(self, runtime: Runtime, host: ConnectionHost, address: Address) -> None:
@@ -66,10 +81,7 @@ class Connection:
         self._kind: type[PeerError] = PeerLostError
         self.confirmed = True
         self.connected = self.shares_memory = False
-        self.attempts = 0
-        self.deadline = runtime.loop.time() + runtime.config.connect_timeout
-        self.initiator = b""
-        self.reached: set[tuple[str, int]] = set()
+        self.attempts = Attempts(runtime.loop.time() + runtime.config.connect_timeout)
         self.session: ServingSession | None = None
         self.successor: Connection | None = None
         self.link: PeerLink | None = None
@@ -90,14 +102,6 @@ class Connection:
     def key(self) -> tuple[bytes, int]:
         """The identity and incarnation, which tell engines apart."""
         return self.address.identity, self.address.incarnation
-
-    def newer_than(self, identity: bytes, incarnation: int) -> bool:
-        """Whether this is a later incarnation of that engine."""
-        return self.address.identity == identity and self.address.incarnation > incarnation
-
-    def older_than(self, identity: bytes, incarnation: int) -> bool:
-        """Whether this is an earlier incarnation of that engine."""
-        return self.address.identity == identity and self.address.incarnation < incarnation
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """The connections of an engine, one for each pair of engines: dialling peers, accepting peers, and finding them.
 
-This module owns the choice between two connections of one pair. It must not know the messages of a session.
+`admission` chooses between two connections of one pair. This module must not know the messages of a session.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from ..aio import ByteStream, ControlListener, PendingConnection, dial, run_with
 from ..core.address import ANYONE, Address
 from ..core.control import ControlProtocol, Role
 from ..core.handshake import HandshakeConfig
-from ..errors import ConnectTimeoutError, FabricError, PeerError, PeerRefusedError, UsageError
+from ..errors import ConnectTimeoutError, FabricError, PeerError, UsageError
 from ..transfers import Inbox, Peer
+from .admission import Admission
 from .connection import Connection, ServingSession
 from .granted_leases import GrantedLeases
 from .heartbeat_timer import HeartbeatTimer
-from .session import ALIVE, BUSY, Session, SessionOver
+from .session import Session, SessionOver
 from .sharing import Sharing
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ConnectionTable:
         config, address = runtime.config, runtime.address
         self._handshake = HandshakeConfig(address.identity, address.incarnation, config.cluster_key)
         self._connections: dict[tuple[bytes, int], Connection] = {}
+        self._admission = Admission(address.identity, self._connections)
         self._dialling: dict[tuple[str, int], Connection] = {}
         self._pending: dict[Session, PendingConnection] = {}
         self._sessions: dict[Session, None] = {}
@@ -114,7 +116,7 @@ class ConnectionTable:
         else:
             for connection in self._connections.values():
                 # Compare the places where it was reached. The address that it claims might be another's.
-                if (target.host, target.port) in connection.reached:
+                if (target.host, target.port) in connection.attempts.reached:
                     return connection
         dialled = self._dialling.get((target.host, target.port))
         if dialled is not None and target.identity in (ANYONE, dialled.address.identity):
@@ -131,7 +133,7 @@ class ConnectionTable:
         return connection
 
     def _spawn_dial(self, connection: Connection, address: Address) -> None:
-        connection.attempts += 1
+        connection.attempts.running += 1
         self._runtime.spawn(
             self._keep_dialling, connection, address, name=f"aiote connect {address.host}:{address.port}"
         )
@@ -149,7 +151,7 @@ class ConnectionTable:
                     if not (busy and kind is ConnectTimeoutError):
                         # Otherwise the last attempt only ran out of time, and the earlier attempts' reason says more.
                         reason, busy = str(over), over.busy
-                    if not over.busy or self._runtime.loop.time() >= connection.deadline:
+                    if not over.busy or self._runtime.loop.time() >= connection.attempts.deadline:
                         return
                 await sleep(random.uniform(0.005, 0.02))
         except PeerError as error:
@@ -165,10 +167,10 @@ class ConnectionTable:
 
     def _attempt_over(self, connection: Connection, reason: str, kind: type[PeerError], *, busy: bool) -> None:
         """Lose a peer once no attempt to connect it is left; dial again if another connection was in the way."""
-        connection.attempts -= 1
-        if connection.attempts or connection.connected or connection.lost or connection.successor:
+        connection.attempts.running -= 1
+        if connection.attempts.running or connection.connected or connection.lost or connection.successor:
             return
-        if busy and not self._ending and self._runtime.loop.time() < connection.deadline:
+        if busy and not self._ending and self._runtime.loop.time() < connection.attempts.deadline:
             self._spawn_dial(connection, connection.address)
         else:
             connection.lose(reason, kind)
@@ -179,7 +181,7 @@ class ConnectionTable:
         async def attempt() -> None:
             stream.append(await dial(address, self._runtime.config.ssl_client))
 
-        if not await run_within(connection.deadline - self._runtime.loop.time(), attempt):
+        if not await run_within(connection.attempts.deadline - self._runtime.loop.time(), attempt):
             raise ConnectTimeoutError(
                 str(address),
                 "its control port did not answer within connect_timeout "
@@ -187,14 +189,14 @@ class ConnectionTable:
                 f"running, and does a firewall block the port?",
             )
         protocol = ControlProtocol(Role.INITIATOR, self._handshake, target=address)
-        name, left = f"to {address.host}:{address.port}", connection.deadline - self._runtime.loop.time()
+        name, left = f"to {address.host}:{address.port}", connection.attempts.deadline - self._runtime.loop.time()
         session = Session(self._runtime, self, stream[0], protocol, connection=connection, name=name, timeout=left)
         try:
             await self._run_session(session)
         except SessionOver as over:
             known = self._connections.get(session.peer_key) if session.peer_key is not None else None
             if over.busy and known is not None and known is not connection and known.connected:
-                known.reached.add((address.host, address.port))
+                known.attempts.reached.add((address.host, address.port))
                 connection.give_way_to(known)
             raise
 
@@ -237,7 +239,7 @@ class ConnectionTable:
             if connection is not None and session.admitted:
                 if connection.session is session:
                     connection.session = None
-                    connection.initiator = b""
+                    connection.attempts.initiator = b""
                 self._attempt_over(connection, reason, kind, busy=busy)
 
     def _emit_refusal(self, reason: str) -> None:
@@ -254,57 +256,25 @@ class ConnectionTable:
         incarnation: int,
         role: Role,
     ) -> Connection:
-        """Make an authenticated connection the only one of its pair. Raises SessionOver, busy, if another one is.
-
-        Of two connections that are made at once, both sides keep the one from the engine with the lower identity. A new
-        incarnation waits until the earlier one is lost, because the key does not prove which of its holders connects:
-        the kernel closes the connections of an engine that has died, or its silence ends them. Raises PeerRefusedError
-        for an incarnation that is older than the connected one.
-        """
+        """Make an authenticated connection the only one of its pair. Raises as `Admission.choose`."""
         pending = self._pending.pop(session, None)
         if pending is not None:
             self._listener.mark_authenticated(pending)
         address = Address(claimed.host, claimed.port, identity, incarnation)
         initiator = self._runtime.address.identity if role is Role.INITIATOR else identity
-        for other in self._connections.values():
-            if other.connected and other.newer_than(identity, incarnation):
-                raise PeerRefusedError(str(address), "it was restarted: a newer incarnation of it is connected")
-            if other.connected and other.older_than(identity, incarnation):
-                raise SessionOver(ALIVE, busy=True)
-        existing = self._connections.get((identity, incarnation))
-        if existing is not None and (existing is not connection or existing.session is not None):
-            if existing.connected or not self._wins(existing, initiator):
-                raise SessionOver(BUSY, busy=True)
-            if existing.session is not None:
-                existing.session.supersede()
+        existing = self._admission.choose(connection, address, initiator)
         chosen = existing or connection or Connection(self._runtime, self, address)
         if connection is not None:
-            chosen.reached.add((connection.address.host, connection.address.port))
+            chosen.attempts.reached.add((connection.address.host, connection.address.port))
         if connection is not None and chosen is not connection:
             connection.give_way_to(chosen)
         chosen.address = address
-        chosen.initiator = initiator
+        chosen.attempts.initiator = initiator
         chosen.session = session
-        chosen.attempts += 1
+        chosen.attempts.running += 1
         self._connections[identity, incarnation] = chosen
-        self._forget_incarnations(chosen)
+        self._admission.end_earlier_incarnations(address)
         return chosen
-
-    def _wins(self, existing: Connection, initiator: bytes) -> bool:
-        """Whether a new connection from `initiator` replaces the connection attempt of `existing`.
-
-        Never once we have sent Ready there, because the other side may use that connection then.
-        """
-        if existing.session is not None and existing.session.committed:
-            return False
-        rival = existing.initiator or self._runtime.address.identity
-        return (existing.session is None and rival == initiator) or initiator < rival
-
-    def _forget_incarnations(self, connection: Connection) -> None:
-        """Lose the connections that are being made to an earlier incarnation of this engine."""
-        for other in tuple(self._connections.values()):
-            if connection.newer_than(*other.key):
-                other.lose("it was restarted: a new incarnation of it has connected")
 
     def peer_lost(self, connection: Connection) -> None:
         """Remove a lost peer from the tables."""

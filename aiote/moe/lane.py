@@ -14,7 +14,7 @@ import numpy as np
 
 import aiote
 
-from ..aio import Condition, in_thread, run_shielded
+from ..aio import Condition, TransferWindow, in_thread, run_shielded
 from .arrays import elements, lines, plain
 from .arrivals import ALL, KINDS, LaneCounters
 from .joining import NOWHERE
@@ -45,7 +45,8 @@ class Lane:
         """The round and the kind of the last wait that has begun: all writes up to that kind are posted."""
         self.waiting = False
         self._arrivals: LaneCounters | None = None
-        self._transfers: list[tuple[int, aiote.Transfer]] = []
+        self._transfers = TransferWindow[aiote.Transfer](Condition())
+        self._ranks: dict[aiote.Transfer, int] = {}
         self._copying = False
         self._copied = Condition()
 
@@ -105,32 +106,30 @@ class Lane:
     # Transfers.
 
     def keep_transfers(self, transfers: list[tuple[int, aiote.Transfer]]) -> None:
-        """Keep transfers until they have ended."""
-        self._transfers += transfers
+        """Keep transfers until they have ended, each with its target rank, or -1 for several ranks."""
+        for rank, transfer in transfers:
+            self._ranks[transfer] = rank
+            self._transfers.add(transfer)
 
     def cancel(self) -> None:
         """Cancel all transfers; `drain` waits until they have ended."""
-        for _, transfer in self._transfers:
-            transfer.cancel()
+        self._transfers.cancel()
 
     async def drain(self) -> None:
-        """Wait until no transfer, and no thread of `offload`, uses this rank's memory. Cancelling loses nothing."""
+        """End all transfers and wait until no `offload` thread uses this memory. Cancelling the wait loses nothing."""
         await self._copied.until(lambda: not self._copying)
-        while self._transfers:
-            one = self._transfers[-1]
-            with suppress(aiote.AioteError):
-                await one[1]
-            self._remove_transfer(one)
+        await self._transfers.drain()
+        self._ranks.clear()
 
     async def wait_sent(self) -> None:
         """Wait until all posted writes have completed. Ignores failed writes to ranks that need no more of this round.
 
         Another failed write is raised with on_loss="raise"; with on_loss="mask" its rank is lost.
         """
-        while self._transfers:
-            rank, transfer = one = self._transfers[-1]
+        while (failed := await self._transfers.next_failure()) is not None:
+            rank = self._ranks[failed]
             try:
-                await transfer
+                failed.raise_failure()
             except (aiote.TransferError, aiote.PeerError) as error:
                 if self.needs_nothing(rank):
                     pass
@@ -139,7 +138,7 @@ class Lane:
                     raise self.name_rank(error) from error
                 else:
                     self.group.lose(rank, str(error))
-            self._remove_transfer(one)
+        self._ranks.clear()
 
     async def offload(self, nbytes: int, function: Callable[[], T]) -> T:
         """Call a function that copies `nbytes` bytes of this lane, in a thread if that takes long.
@@ -159,10 +158,7 @@ class Lane:
 
     async def wait_quiet(self) -> None:
         """Wait until all transfers posted so far have ended, successfully or not. Cancelling cancels no transfer."""
-        posted, changed = [transfer for _, transfer in self._transfers], Condition()
-        for transfer in posted:
-            transfer.add_done_callback(lambda _: changed.wake_all())
-        await changed.until(lambda: all(transfer.done() for transfer in posted))
+        await self._transfers.wait_over()
 
     async def posted(self) -> tuple[int, int]:
         """Return `reached`, once all writes that were posted before have ended."""
@@ -178,11 +174,6 @@ class Lane:
         """Return whether a rank left after the current round: it has then received everything of this round."""
         rounds = self.group.membership.departed.get(rank)
         return rounds is not None and rounds[self.number] > self.state.number
-
-    def _remove_transfer(self, one: tuple[int, aiote.Transfer]) -> None:
-        # A reset may drain the same transfers at the same time as the step that it ends.
-        if one in self._transfers:
-            self._transfers.remove(one)
 
     def name_rank(self, error: aiote.AioteError) -> aiote.AioteError:
         """Return an error that names the rank if a peer caused it, else the same error."""

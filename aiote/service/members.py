@@ -11,7 +11,7 @@ import anyio
 
 import aiote
 
-from ..aio import Condition
+from ..aio import Backoff, Condition
 from .endpoint import CallEndpoint
 from .errors import CallError, DrainingError, NotServedError
 from .link import Link
@@ -19,8 +19,8 @@ from .link import Link
 __all__ = ["Chooser", "MemberSource"]
 
 AGAIN_S = 5.0
-"""How long the client leaves a member alone that takes no calls or could not be reached. After each further failure
-to reach the member, this pause doubles, up to MOST_AGAIN_S.
+"""How long the client leaves a member alone that takes no calls. After a failure to reach the member, the pause begins
+here too and doubles with each further failure, up to MOST_AGAIN_S; it is shortened at random, as `Backoff` does.
 """
 MOST_AGAIN_S = 320.0
 CONNECTING = 16
@@ -59,7 +59,7 @@ class Chooser:
         self._choices: list[Link] = []
         self._connecting: set[aiote.Address] = set()
         self._retry_at: dict[aiote.Address, float] = {}
-        self._pauses: dict[aiote.Address, float] = {}
+        self._pauses: dict[aiote.Address, Backoff] = {}
         self._waiting: list[aiote.Address] = []
         self._look_at = math.inf
         self._failure: Exception | None = None
@@ -151,9 +151,8 @@ class Chooser:
             self._pauses.pop(address, None)
         except (CallError, aiote.ClosedError, aiote.UsageError) as error:
             self._failure = error
-            pause = self._pauses.get(address, AGAIN_S)
-            self._pauses[address] = min(2 * pause, MOST_AGAIN_S)
-            self._leave_alone(address, pause)
+            backoff = self._pauses.setdefault(address, Backoff(AGAIN_S, MOST_AGAIN_S))
+            self._leave_alone(address, backoff.next())
         finally:
             self._connecting.discard(address)
             self._changed.wake_all()

@@ -9,7 +9,6 @@ after the segment was idle for a while, and asks for a new one when it needs one
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import Condition, EventLoop, Waiter
+from ..aio import Condition, EventLoop, TurnQueue
 from ..core.allocator import Allocator, aligned
 from .frames import Piece
 
@@ -247,15 +246,6 @@ class LentMemory:
         self.nbytes = 0
 
 
-class _Turn:
-    """A call of `place` in its queue."""
-
-    __slots__ = ("waiter",)
-
-    def __init__(self) -> None:
-        self.waiter: Waiter | None = None
-
-
 class BorrowedMemory:
     """The segments that a peer lends to this engine, and the queue for places in them, first come, first served."""
 
@@ -267,10 +257,10 @@ class BorrowedMemory:
         ask: Callable[[int], object],
         give_back: Callable[[int], object],
     ) -> None:
-        self._engine, self._loop, self._owner, self._ask, self._give_back = engine, loop, owner, ask, give_back
+        self._engine, self._owner, self._ask, self._give_back = engine, owner, ask, give_back
         self.segments: dict[int, tuple[Allocator, aiote.RemoteRegion]] = {}
         self._taken: set[Piece] = set()
-        self._queue: deque[_Turn] = deque()
+        self._queue = TurnQueue(loop)
         self._asked_bytes = 0
         self._refused = ""
         self._end: Exception | None = None
@@ -280,28 +270,15 @@ class BorrowedMemory:
 
         Raises BlockingIOError with the peer's reason if there will be no place, and the error of `close` after that.
         """
-        turn = _Turn()
-        self._queue.append(turn)
-        try:
-            while True:
-                if self._end is not None:
-                    raise self._end
-                if self._queue[0] is turn:
-                    found = self._take(nbytes)
-                    if found is not None:
-                        return found
-                    self._grow(nbytes)
-                turn.waiter = self._loop.waiter()
-                await turn.waiter
-        finally:
-            self._queue.remove(turn)
-            self._wake()
+        return await self._queue.take(partial(self._find_or_grow, nbytes))
 
-    def _wake(self) -> None:
-        """Let the first in the queue look again."""
-        waiter = self._queue[0].waiter if self._queue else None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+    def _find_or_grow(self, nbytes: int) -> tuple[Piece, aiote.RemoteRegion] | None:
+        if self._end is not None:
+            raise self._end
+        found = self._take(nbytes)
+        if found is None:
+            self._grow(nbytes)
+        return found
 
     def _take(self, nbytes: int) -> tuple[Piece, aiote.RemoteRegion] | None:
         for number, (allocator, remote) in self.segments.items():
@@ -345,7 +322,7 @@ class BorrowedMemory:
                 raise ValueError("it lends other memory than was requested")
             self.segments[number] = (Allocator(nbytes), remote)
             self._asked_bytes = 0
-        self._wake()
+        self._queue.wake()
 
     def give(self, piece: Piece) -> None:
         """Give a place back. Raises KeyError if it is not taken."""
@@ -355,13 +332,13 @@ class BorrowedMemory:
         if self._refused:
             # Ask again: the peer may grant now what it refused, because memory may have been given back meanwhile.
             self._asked_bytes, self._refused = 0, ""
-        self._wake()
+        self._queue.wake()
 
     def sweep(self) -> None:
         """Give idle segments back to the peer."""
         if self._return([number for number, (one, _) in self.segments.items() if one.idle()]) and self._refused:
             self._asked_bytes, self._refused = 0, ""
-            self._wake()
+            self._queue.wake()
 
     def _return(self, numbers: list[int]) -> bool:
         for number in numbers:
@@ -377,7 +354,7 @@ class BorrowedMemory:
     def close(self, error: Exception) -> None:
         """End every wait with an error."""
         self._end = error
-        self._wake()
+        self._queue.wake()
 
 
 class Staging:

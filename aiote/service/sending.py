@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import anyio
 
 import aiote
 
-from ..aio import report_callback_error
+from ..aio import Condition, TransferWindow, report_callback_error
 from .frames import Frame
 from .memory import Share
 from .unsent import Unsent
@@ -42,7 +41,7 @@ class FrameSender:
         self.unsent = Unsent(endpoint.loop, endpoint.budget, share)
         self.room = 0
         """How many bytes the body of a frame may have that is alone in its message; 0 before the handshake."""
-        self._sending: deque[aiote.Transfer] = deque()
+        self._window = TransferWindow[aiote.Transfer](Condition(endpoint.loop), MAX_SENDING)
         self._scheduled = self._waiting = self._flushing = self._closed = self._late = False
 
     def post(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
@@ -105,14 +104,13 @@ class FrameSender:
 
     def _send_some(self) -> None:
         data, count = self.unsent.batch(self.room or LEAST_MESSAGE - 2 * FRAME_BYTES)
-        while self._sending and self._sending[0].done():
-            # A message that failed may have carried ends of calls. Its failure disconnects the peer, so that the peer's
-            # callers do not wait for these ends.
-            self._sending.popleft().raise_failure()
+        # A message that failed may have carried ends of calls. Its failure disconnects the peer, so that the peer's
+        # callers do not wait for these ends.
+        self._window.raise_failure()
         try:
-            if len(self._sending) >= MAX_SENDING:
-                raise aiote.QueueFull("as many messages are on their way as may be")
-            self._sending.append(self._endpoint.engine.submit_send(self._peer, data))
+            if not self._window.has_room:
+                raise aiote.QueueFull(f"{MAX_SENDING} messages are in flight to this peer")
+            self._window.add(self._endpoint.engine.submit_send(self._peer, data))
         except aiote.QueueFull:
             self._waiting = True
             self._endpoint.loop.spawn(self._wait_for_room, name="aiote service: wait for room")
@@ -123,8 +121,7 @@ class FrameSender:
 
     async def _wait_for_room(self) -> None:
         try:
-            if self._sending:
-                await self._sending[0]
+            await self._window.room()
             await self._peer.room()
         except aiote.AioteError as error:
             self._give_up(error)

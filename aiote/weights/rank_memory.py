@@ -8,7 +8,6 @@ needs some waits in a queue until there is room, so a source rank's peak is know
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 import aiote
 
 from .. import aio, gpu
-from ..aio import Condition, run_shielded
+from ..aio import TurnQueue, run_shielded
 from ..core.allocator import ALIGNMENT, Allocator, aligned
 from ..core.gpu_arrays import GpuArray, gpu_array, part_of
 from ..core.masked_arrays import require_unmasked
@@ -321,8 +320,7 @@ class StagingMemory:
         self._memory: Bytes | None = None
         self._region: aiote.Region | None = None
         self._places = Allocator(limit // ALIGNMENT * ALIGNMENT)
-        self._queue: deque[object] = deque()
-        self._changed = Condition()
+        self._queue = TurnQueue()
 
     @asynccontextmanager
     async def reserve(self, nbytes: int) -> AsyncIterator[tuple[Bytes, aiote.Region]]:
@@ -346,7 +344,7 @@ class StagingMemory:
         size = aligned(nbytes)
         if size > self._places.nbytes:
             raise aiote.UsageError(f"staging_bytes={self.limit}: expected at least {size}")
-        start = await self._wait_for_room(size)
+        start = await self._queue.take(lambda: self._find_gap(size))
         try:
             yield start
         finally:
@@ -358,32 +356,15 @@ class StagingMemory:
             await self._region.aclose()
         self._region = self._memory = None
 
-    async def _wait_for_room(self, size: int) -> int:
-        start = self._find_gap(size) if not self._queue else -1
-        if start < 0:
-            token = object()
-            self._queue.append(token)
-            try:
-                while self._queue[0] is not token or (start := self._find_gap(size)) < 0:
-                    await self._changed.wait()
-            finally:
-                self._queue.remove(token)
-                self._wake()
-        return start
-
-    def _find_gap(self, size: int) -> int:
-        """Take the first gap that is large enough, and return its start; -1 if there is none."""
+    def _find_gap(self, size: int) -> int | None:
+        """Take the first gap that is large enough, and return its start."""
         start = self._places.take(size)
-        if start is None:
-            return -1
-        self.held += size
-        self.peak = max(self.peak, self.held)
+        if start is not None:
+            self.held += size
+            self.peak = max(self.peak, self.held)
         return start
 
     def _release(self, start: int, size: int) -> None:
         self.held -= size
         self._places.give(start, size)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.wake_all()
+        self._queue.wake()
