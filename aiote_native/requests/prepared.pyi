@@ -11,6 +11,17 @@ _R = TypeVar("_R", bound=Request)
 class Integers:
     def __init__(self, name: str, values: object) -> None: ...
 
+class Writes:
+    def __init__(
+        self,
+        targets: int,
+        lengths: object,
+        local_offsets: object,
+        remote_offsets: object,
+        to: object,
+        immediates: object,
+    ) -> None: ...
+
 class PreparedTargets:
     core: Core
     count: int
