@@ -120,7 +120,7 @@ class Driver:
         try:
             while self._more and self._running:
                 self._more = False
-                self._core.reap(direct, self._on_round)
+                self._core.reap(direct=direct, on_round=self._on_round)
                 direct = False
         finally:
             self._collecting = False

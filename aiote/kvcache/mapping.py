@@ -95,7 +95,7 @@ class Pattern(NamedTuple):
 
     def offsets(self, source: PageRow, target: PageRow, span: range) -> tuple[PageIndex, PageIndex]:
         """Return the byte offsets of the pieces of the units `span` on either side, from the beginning of page 0."""
-        return piece_offsets(self.source, self.target, self.axes, source, target, span.start, span.stop)
+        return piece_offsets(self.source, self.target, self.axes, source, target, span)
 
 
 class LayerMove(NamedTuple):

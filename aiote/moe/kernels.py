@@ -26,5 +26,5 @@ def number_rows(
     A row's number is its position in the source's order; an id that names no expert gets -1.
     """
     rows, copies = np.empty(experts, np.int32), np.empty(ranks, np.int32)
-    route(ids.astype(np.int64), experts, local, by_rank, out, rows, copies)
+    route(ids.astype(np.int64), experts, local, by_rank=by_rank, out=out, rows=rows, copies=copies)
     return rows, copies

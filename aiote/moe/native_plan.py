@@ -24,13 +24,13 @@ class NativePlan(RoundPlan):
         self.demand, self.overflows = kernels.lay_out(
             counts.experts,
             copies,
-            sizes.rows,
-            config.align,
-            config.layout == "grouped",
-            sizes.whole,
-            self._tables,
-            self._at_rank,
-            pairs,
+            rows=sizes.rows,
+            align=config.align,
+            grouped=config.layout == "grouped",
+            whole=sizes.whole,
+            tables=self._tables,
+            places=self._at_rank,
+            pairs=pairs,
         )
         self.by_rank, self.first, self.before, self.kept = self._tables
         self.base, self.taken = self._at_rank

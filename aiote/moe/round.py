@@ -107,7 +107,10 @@ class Round(RoundParts):
                 own = memory.received[line : line + count]
             for rank in self._membership.active if self._mapped_inboxes else ():
                 at = self._pack_mapped(rank, min(int(sent[rank]), sizes.private), at, tail)
-        kernels.pack(memory.sent, own, first, first + count, at, x, scales, tail, sizes.scales_at, sizes.token_at)
+        stop, scales_at, tail_at = first + count, sizes.scales_at, sizes.token_at
+        kernels.pack(
+            memory.sent, own, first, stop, at, x, scales=scales, tail=tail, scales_at=scales_at, tail_at=tail_at
+        )
 
     def _pack_mapped(self, rank: int, count: int, at: NDArray[np.int32], tail: Bytes) -> NDArray[np.int32]:
         """Pack the first rows for a rank into its inbox, if that is mapped; return `at` without them."""
@@ -118,7 +121,8 @@ class Round(RoundParts):
         chosen = (here >= 0) & (here < count)
         line = 0 if sizes.has_own_slots else self._me * sizes.private
         lines = np.where(chosen, here + line, -1).astype(np.int32)
-        kernels.pack(there, there, 0, 0, lines, given.x, given.scales, tail, sizes.scales_at, sizes.token_at)
+        x, scales, scales_at, tail_at = given.x, given.scales, sizes.scales_at, sizes.token_at
+        kernels.pack(there, there, 0, 0, lines, x, scales=scales, tail=tail, scales_at=scales_at, tail_at=tail_at)
         return np.where(chosen, -1, at).astype(np.int32)
 
     # Receiving.
@@ -247,7 +251,7 @@ class Round(RoundParts):
     def _spread_rows(self, rows: Bytes, at: NDArray[np.int32]) -> None:
         """Copy each row to all places that `at` (rows, k) names."""
         placed, nothing = self._memory.placed, np.empty((len(rows), 0), np.uint8)
-        kernels.pack(placed, placed, 0, 0, at, rows, nothing, nothing, 0, 0)
+        kernels.pack(placed, placed, 0, 0, at, rows, scales=nothing, tail=nothing)
 
     def _place(self, plan: RoundPlan) -> int | None:
         """Copy rows from where they were received to their places; return a rank whose rows are not as it announced."""
@@ -480,13 +484,13 @@ class Round(RoundParts):
             # The kernel takes -2 - n for row n of `beside`.
             places[own] = -2 - self._own[here[own]]
         weights = None if by_copy else self._given.weights
-        beside = () if self._own is None else (self._memory.y,)
+        beside = {} if self._own is None else {"own": self._memory.y}
 
         def add_up() -> None:
             for rank in self._mapped_slots(plan, came):
                 runs = np.array([[int(plan.answer[plan.me, rank]), 0, int(plan.returned[plan.me, rank])]])
                 kernels.copy_runs(self._memory.answers, self._memory.slots[rank].answers, runs, self._sizes.y_row)
-            self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *beside)
+            self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, **beside)
 
         await self._lane.offload(int((places != -1).sum()) * self._sizes.y_row, add_up)
         answered = np.zeros(self._sizes.ranks, np.bool_)

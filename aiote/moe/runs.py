@@ -33,7 +33,9 @@ def unfold(memory: LaneMemory, plan: RoundPlan, source: int, rows: Bytes, nbytes
     base = plan.base[me, :held] + plan.before[source, me, :held]
     room = np.zeros(held, np.int64) if sizes.whole else plan.kept[source, me, :held]
     seen = np.zeros(held, np.int64)
-    kernels.unfold(memory.placed if nbytes else rows, rows, nbytes, ids, first, base, room, found, seen)
+    kernels.unfold(
+        memory.placed if nbytes else rows, rows, nbytes, ids, first, base, room=room, places=found, seen=seen
+    )
     if sizes.whole:
         found[...] = np.where((ids >= first) & (ids < first + held), ids - first, -1)
     return bool((seen == plan.by_rank[source, me, :held]).all())

@@ -226,7 +226,17 @@ class PreparedScatter(Prepared):
             raise UsageError(f"value={value!r}: expected an integer from 0 to 2**32 - 1")
         number, numbers = one_or_each(imm)
         try:
-            run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty, numbers)
+            run = arm(
+                self._targets,
+                flag,
+                value,
+                lengths,
+                local_offsets,
+                remote_offsets,
+                to=to,
+                skips=skip_empty,
+                immediates=numbers,
+            )
         except (BufferError, TypeError, ValueError) as error:
             raise UsageError(f"scatter: {error}") from None
         # The flag is raised only after the sources are filled, so the transfer waits on no stream.

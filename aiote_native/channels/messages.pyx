@@ -188,7 +188,7 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
     state.posted += 1
     state.events += 1
     if self.channel.peer_page != NULL:
-        state.wakeups += wake_peer(self.channel, False)
+        state.wakeups += wake_peer(self.channel, polled=False)
     return 0
 
 

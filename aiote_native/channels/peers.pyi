@@ -35,6 +35,7 @@ class PeerLink(ChannelSet):
         endpoint: NativeEndpoint,
         rail: int,
         remote_rail: int,
+        *,
         imm_key: int,
         imm_address: int,
         scratch: LocalMemory,

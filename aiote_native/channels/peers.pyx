@@ -263,9 +263,9 @@ cdef class PeerLink(ChannelSet):
     def failed_rail(self) -> int:
         return self.state.error_rail if self.state.failed else -1
 
-    def add_channel(self, NativeEndpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
-                    LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerWakeup wakeup=None, int slot=-1,
-                    int peer_slot=-1, uint32_t peer_generation=0, int number=-1,
+    def add_channel(self, NativeEndpoint endpoint, int rail, int remote_rail, *, uint64_t imm_key,
+                    uint64_t imm_address, LocalMemory scratch, uint64_t largest=0, uint64_t least=0,
+                    PeerWakeup wakeup=None, int slot=-1, int peer_slot=-1, uint32_t peer_generation=0, int number=-1,
                     uint64_t speed_mbps=0) -> None:
         """Take over an endpoint that is connected to the peer's.
 

@@ -37,6 +37,10 @@ cdef enum:
     UNITS = 720720  # the least common multiple of 1..16
     IMMEDIATE_BITS = 28
 
+cdef inline bint is_immediate(uint64_t number) noexcept nogil:
+    """Return whether a number can be a write's immediate."""
+    return not number >> IMMEDIATE_BITS
+
 cdef enum WaitState:
     WAIT_PENDING = 0
     WAIT_SATISFIED = 1

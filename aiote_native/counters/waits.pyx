@@ -325,7 +325,7 @@ cdef class CountRow:
         for waiting in self.waits:
             waiting.cancel()
         for handle in self.handles:
-            handle.close(True)
+            handle.close(discard=True)
 
 
 # Ranges of immediates that only named peers may count on: the Python objects of `table.pyx`.

@@ -23,6 +23,7 @@ cdef class Core:
     cdef int turns_in_vain
     cdef void end_turn(self) noexcept
     cdef list rooms
+    cdef list collect(self, bint direct, on_round)
     cdef object report_failures(self, list failed, list woken, on_round, bint untold)
     cdef object run_woken(self, list woken, bint direct, listener)
     cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,

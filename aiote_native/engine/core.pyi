@@ -19,6 +19,7 @@ class Core:
     shares: bool
     def __init__(
         self,
+        *,
         spin_us: int = 50,
         threaded: bool = False,
         cpu: int = -1,
@@ -49,7 +50,7 @@ class Core:
     def is_at_home(self) -> bool: ...
     def run_turn(self, on_round: Callable[[list[PeerLink]], list[Any]]) -> bool: ...
     def reap(
-        self, direct: bool = False, on_round: Callable[[list[PeerLink]], list[Any]] | None = None
+        self, *, direct: bool = False, on_round: Callable[[list[PeerLink]], list[Any]] | None = None
     ) -> list[PeerLink]: ...
     def noticed_peers(self) -> list[PeerLink]: ...
     def failed_peers(self) -> list[PeerLink]: ...

@@ -50,7 +50,7 @@ cdef class Core:
         forget_descriptors(&self.engine)
         self.engine.closed = True
 
-    def __init__(self, uint64_t spin_us=50, bint threaded=False, int cpu=-1, uint64_t smallest=16384,
+    def __init__(self, *, uint64_t spin_us=50, bint threaded=False, int cpu=-1, uint64_t smallest=16384,
                  uint64_t counters=1 << 20, bint wakeup_event=False, Clock clock=None, bint idle_thread=False):
         if not self.engine.closed:
             raise RuntimeError("the core is open already")
@@ -152,7 +152,7 @@ cdef class Core:
                     again = progress_until(&self.engine, deadline)
                     unlock(&self.engine)
                 self.woke = False
-                self.reap(True, on_round)
+                self.collect(direct=True, on_round=on_round)
                 if not alive(&self.engine):
                     return False
                 again = again or self.woke
@@ -194,13 +194,17 @@ cdef class Core:
         else:
             signal_wake(&self.engine)
 
-    def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
+    def reap(self, *, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over, wake its waiters, and return the peers that failed since the last call.
 
         First all of it ends; then `on_round(failed)` is called where peers failed or messages are there, and `on_room`
         of links; tasks wake last, because they may do anything. `direct`: no task is running, so woken tasks run here,
         and messages are for `on_messages` alone, if that is set. An exception from any of these is raised at the end.
         """
+        return self.collect(direct, on_round)
+
+    cdef list collect(self, bint direct, on_round):
+        """Do what `reap` says."""
         cdef Done *item, *following
         cdef uint64_t value
         cdef bint failures
@@ -465,7 +469,7 @@ cdef class Core:
             if self.proxy is not None:
                 self.proxy.close()
             self.stop_thread()
-            self.reap()
+            self.collect(direct=False, on_round=None)
             self.end_waits()
         self.engine.closed = True
         if self.engine.clock != NULL:
@@ -700,12 +704,12 @@ def nudge(Core core not None) -> None:
         return
     with nogil:
         lock(&core.engine)
-        one_round(&core.engine, True)
+        one_round(&core.engine, every=True)
         peer = core.engine.state.peers
         while peer != NULL:
             for i in range(peer.channel_count):
                 if peer.channels[i].peer_page != NULL and peer.channels[i].open:
-                    wake_peer(peer.channels[i], False)
+                    wake_peer(peer.channels[i], polled=False)
             peer = peer.next_peer
         unlock(&core.engine)
     signal_wake(&core.engine)

@@ -133,7 +133,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     if (args.payload >= EARLY and args.opcode != OP_READ and channel.peer_page != NULL
             and channel.ops.moved != NULL):
         # While a post copies bytes itself, the peer can take them on another processor.
-        state.wakeups += wake_peer(channel, False)
+        state.wakeups += wake_peer(channel, polled=False)
     code = gate_post(channel, args, wr)
     if code != 0:
         give_back(channel, wr)
@@ -379,7 +379,7 @@ cdef void wake_peer_channels(State* state, PeerState* peer) noexcept nogil:
     cdef int i
     for i in range(peer.channel_count):
         if peer.channels[i].peer_page != NULL:
-            state.wakeups += wake_peer(peer.channels[i], False)
+            state.wakeups += wake_peer(peer.channels[i], polled=False)
 
 
 cdef void pump_probes(State* state, PeerState* peer) noexcept nogil:

@@ -335,20 +335,20 @@ cdef bint may_spin(Progress* self) noexcept nogil:
 cdef int progress_once(Progress* self) noexcept nogil:
     """Do one round, locked. Return 1 to be called again soon, 0 if it is safe to sleep on the epoll descriptor."""
     announce_awake(self)
-    one_round(self, False)
+    one_round(self, every=False)
     if made_progress(self):
         return 1
     if may_spin(self):
         return 1
     clear_wakeups(self)
     announce_sleep(self)
-    one_round(self, True)
+    one_round(self, every=True)
     if made_progress(self):
         announce_awake(self)
         return 1
     if not all_armed(self):
         # Poll once more here, because another turn of the event loop costs more.
-        one_round(self, True)
+        one_round(self, every=True)
         if made_progress(self) or not all_armed(self):
             announce_awake(self)
             return 1

@@ -8,11 +8,12 @@ _Ints = ndarray[Any, dtype[int64]]
 
 def use_avx2(wanted: bool) -> bool: ...
 def route(
-    ids: _Ints, experts: int, local: int, by_rank: bool, out: _Places, rows: _Places, copies: _Places
+    ids: _Ints, experts: int, local: int, *, by_rank: bool, out: _Places, rows: _Places, copies: _Places
 ) -> None: ...
 def lay_out(
     experts: _Ints,
     copies: _Ints | None,
+    *,
     rows: int,
     align: int,
     grouped: bool,
@@ -29,10 +30,11 @@ def pack(
     last: int,
     at: _Places,
     x: _Bytes,
+    *,
     scales: _Bytes,
     tail: _Bytes,
-    scales_at: int,
-    tail_at: int,
+    scales_at: int = 0,
+    tail_at: int = 0,
 ) -> None: ...
 def copy_runs(to: _Bytes, source: _Bytes, runs: _Ints, nbytes: int) -> None: ...
 def copy_rows(to: _Bytes, source: _Bytes, there: _Ints, here: _Ints, nbytes: int) -> None: ...
@@ -43,6 +45,7 @@ def unfold(
     ids: _Places,
     first: int,
     base: _Ints,
+    *,
     room: _Ints,
     places: _Places,
     seen: _Ints,
@@ -54,5 +57,6 @@ def combine(
     weights: ndarray[Any, dtype[float32]] | None,
     dtype: str,
     accumulate: bool,
+    *,
     own: _Bytes | None = ...,
 ) -> None: ...

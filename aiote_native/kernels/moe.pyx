@@ -25,7 +25,7 @@ def use_avx2(bint wanted) -> bool:
     return wide
 
 
-def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank, int32_t[:, :] out,
+def route(const int64_t[:, :] ids, int64_t experts, int64_t local, *, bint by_rank, int32_t[:, :] out,
           int32_t[::1] rows, int32_t[::1] copies):
     """Number the experts that tokens ask for, `ids` (tokens, k): rows in the order of the experts, or, `by_rank`,
     copies in the order of the ranks.
@@ -75,8 +75,9 @@ def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank,
         free(next_row)
 
 
-def lay_out(const int64_t[:, ::1] experts, const int64_t[:, ::1] copies, int64_t rows, int64_t align, bint grouped,
-            bint whole, int64_t[:, :, :, ::1] tables, int64_t[:, :, ::1] places, int64_t[:, :, ::1] pairs) -> tuple:
+def lay_out(const int64_t[:, ::1] experts, const int64_t[:, ::1] copies, *, int64_t rows, int64_t align,
+            bint grouped, bint whole, int64_t[:, :, :, ::1] tables, int64_t[:, :, ::1] places,
+            int64_t[:, :, ::1] pairs) -> tuple:
     """Lay out a round as the reference, `aiote.moe.plan.RoundPlan`, does, from the rows for each expert (ranks,
     experts), and the copies for each rank (ranks, ranks) or None. Return the demand and whether rows overflow.
 
@@ -143,8 +144,8 @@ def find_runs(const int64_t[:, :, :, ::1] tables, const int64_t[:, :, ::1] place
 
 
 def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, const int32_t[:, :] at,
-         const uint8_t[:, :] x, const uint8_t[:, :] scales, const uint8_t[:, :] tail, int64_t scales_at,
-         int64_t tail_at):
+         const uint8_t[:, :] x, *, const uint8_t[:, :] scales, const uint8_t[:, :] tail, int64_t scales_at=0,
+         int64_t tail_at=0):
     """Make rows of tokens: copy token t to each row that `at` (tokens, k) names, with its scales and tail behind it.
 
     Rows from `first` to `last` are the rank's own and go to `own`, from its line 0 on; the others go to `sent`. Other
@@ -213,7 +214,7 @@ def copy_rows(uint8_t[:, :] to, const uint8_t[:, :] source, const int64_t[::1] t
 
 
 def unfold(uint8_t[:, :] to, const uint8_t[:, :] source, int64_t nbytes, const int32_t[:, :] ids, int64_t first,
-           const int64_t[:] base, const int64_t[:] room, int32_t[:, :] places, int64_t[::1] seen):
+           const int64_t[:] base, *, const int64_t[:] room, int32_t[:, :] places, int64_t[::1] seen):
     """Copy each line of `source` to the places of the experts that it is for: `ids` (copies, k), among all ranks'
     experts.
 
@@ -237,7 +238,7 @@ def unfold(uint8_t[:, :] to, const uint8_t[:, :] source, int64_t nbytes, const i
 
 
 def combine(uint8_t[:, :] out, const uint8_t[:, :] rows, const int32_t[:, :] places, const float[:, :] weights,
-            str dtype not None, bint accumulate, const uint8_t[:, :] own=None):
+            str dtype not None, bint accumulate, *, const uint8_t[:, :] own=None):
     """Sum rows: line i of `out` becomes the sum over k of `weights[i, k]` times row `places[i, k]`, skipping -1.
 
     Without weights the rows are summed as they are. `accumulate` adds the old values of `out`, last. With `own`, a

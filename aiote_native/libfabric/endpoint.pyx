@@ -717,7 +717,7 @@ cdef class LibfabricEndpoint(NativeEndpoint):
         cdef uint8_t[::1] memory
         self.pool_memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = self.pool_memory
-        self.pool = self.device.register(<uint64_t> &memory[0], size, True, 0)
+        self.pool = self.device.register(<uint64_t> &memory[0], size, writable=True, access=0)
         self.impl.srd = srd_new(self.impl.ep, &memory[0], self.pool.desc, SRD_RECEIVES, SRD_SENDS, mtu)
         return check(srd_repost(self.impl.srd), "fi_recv")
 

@@ -32,6 +32,7 @@ class LocalMemory:
         buffer: AcquiredBuffer,
         devices: Sequence[NativeDevice],
         access: int = 3,
+        *,
         fd: int = -1,
         offset: int = 0,
         staged: bool = False,

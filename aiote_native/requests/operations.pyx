@@ -92,8 +92,8 @@ cdef class LocalMemory:
     `registrations`, it takes over those, one for each rail, None for a rail that does not reach the memory.
     """
 
-    def __init__(self, AcquiredBuffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0,
-                 bint staged=False, registrations=None):
+    def __init__(self, AcquiredBuffer buffer, list devices, int access=MAY_ALL, *, int fd=-1,
+                 uint64_t offset=0, bint staged=False, registrations=None):
         cdef NicRegistration registration
         cdef NativeDevice device
         cdef int rail = 0

@@ -40,6 +40,14 @@ cdef struct Axis:
     int64_t times
     uint64_t strides[2]
 
+cdef enum:
+    MOST_AXES = 8  # a pattern has three: fields, heads and tokens
+
+cdef struct Pattern:
+    Axis axes[MOST_AXES]
+    int count
+    Grid grids[2]
+
 cdef class RequestPages:
     cdef RequestPlan plan
     cdef list patterns

@@ -32,8 +32,7 @@ def piece_offsets(
     axes: _Axes,
     source: PageNumbers,
     target: PageNumbers,
-    start: int,
-    stop: int,
+    span: range,
 ) -> tuple[PageIndex, PageIndex]: ...
 
 class RequestPages:

@@ -13,8 +13,6 @@ from aiote_native.system.buffers cimport refuse_mask
 
 # Larger numbers of tokens, units and pieces count as this one: no request has so many, and sums of two fit.
 cdef uint64_t FARTHEST = 1 << 62
-cdef enum:
-    MOST_AXES = 8  # a pattern has three: fields, heads and tokens
 
 
 cdef class Integers:
@@ -211,22 +209,23 @@ cdef class RequestPlan:
 
 
 def piece_offsets(source_grid, target_grid, axes, PageNumbers source not None, PageNumbers target not None,
-                  int64_t start, int64_t stop) -> tuple[PageIndex, PageIndex]:
-    """Return the byte offsets of the pieces of the units from `start` to `stop` - 1 on both sides, from page 0 on.
+                  span) -> tuple[PageIndex, PageIndex]:
+    """Return the byte offsets of the pieces of the units `span`, a range, on both sides, from page 0 on.
 
     A grid has the units of a page and the strides of pages and units in bytes; an axis has how often it steps, and the
     bytes of a step on both sides. Raises ValueError if a row does not hold the units.
     """
-    cdef Axis known[MOST_AXES]
-    cdef int count = len(axes)
-    if count > MOST_AXES:
-        raise ValueError(f"a pattern has {count} axes, expected up to {MOST_AXES}")
+    cdef Pattern pattern
+    pattern.count = len(axes)
+    if pattern.count > MOST_AXES:
+        raise ValueError(f"a pattern has {pattern.count} axes, expected up to {MOST_AXES}")
     for i, (times, near, far) in enumerate(axes):
-        known[<int> i].times = times
-        known[<int> i].strides[0] = near
-        known[<int> i].strides[1] = far
-    return (offsets_of(grid_of(source_grid), known, count, 0, source, start, stop),
-            offsets_of(grid_of(target_grid), known, count, 1, target, start, stop))
+        pattern.axes[<int> i].times = times
+        pattern.axes[<int> i].strides[0] = near
+        pattern.axes[<int> i].strides[1] = far
+    pattern.grids[0], pattern.grids[1] = grid_of(source_grid), grid_of(target_grid)
+    return (offsets_of(&pattern, 0, source, span.start, span.stop),
+            offsets_of(&pattern, 1, target, span.start, span.stop))
 
 
 cdef Grid grid_of(grid) except *:
@@ -237,23 +236,21 @@ cdef Grid grid_of(grid) except *:
     return found
 
 
-cdef PageIndex offsets_of(Grid grid, const Axis* axes, int count, int side, PageNumbers row, int64_t start,
-                          int64_t stop):
+cdef PageIndex offsets_of(const Pattern* pattern, int side, PageNumbers row, int64_t start, int64_t stop):
     """Return the offsets on one side. They wrap around as NumPy's do: whoever uses them compares them with bounds."""
     cdef PageIndex found = PageIndex.__new__(PageIndex)
-    cdef uint64_t pieces = 1
-    cdef int64_t place
+    cdef const Grid* grid = &pattern.grids[side]
     cdef int64_t last = (stop - 1) // grid.units - row.start
-    cdef uint64_t filled = 0, offset
-    cdef int64_t unit
+    cdef uint64_t pieces = 1, filled = 0, offset
+    cdef int64_t unit, place
     cdef int axis
     if stop <= start:
         found.allocate(0)
         return found
     if start < 0 or start // grid.units < row.start or last < 0 or <uint64_t> last >= row.numbers.count:
         raise ValueError(f"units {start} to {stop - 1} do not lie in {row.numbers.count} pages from {row.start} on")
-    for axis in range(count):
-        pieces = multiply(pieces, max(axes[axis].times, 0))
+    for axis in range(pattern.count):
+        pieces = multiply(pieces, max(pattern.axes[axis].times, 0))
     pieces = multiply(pieces, <uint64_t> (stop - start))
     if pieces > FARTHEST // 16:
         raise MemoryError
@@ -263,7 +260,7 @@ cdef PageIndex offsets_of(Grid grid, const Axis* axes, int count, int side, Page
             place = unit // grid.units
             offset = row.numbers.at(place - row.start) * grid.page_stride + (
                 <uint64_t> (unit - place * grid.units) * grid.unit_stride)
-            filled = add_pieces(found.values, filled, axes, count, side, offset)
+            filled = add_pieces(found.values, filled, pattern.axes, pattern.count, side, offset)
     found.find_bounds()
     return found
 
@@ -309,7 +306,7 @@ cdef class RequestPages:
             span = spans[place]
             if multiply(<uint64_t> (span.stop - span.start), pieces) > most:
                 return None
-            found.append(piece_offsets(source, target, axes, self.source[place], self.target[place], span.start,
-                                       span.stop) if span.start < span.stop else None)
+            found.append(piece_offsets(source, target, axes, self.source[place], self.target[place],
+                                       span) if span.start < span.stop else None)
         self.spans, self.found = spans, found
         return found

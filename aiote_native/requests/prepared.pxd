@@ -20,6 +20,15 @@ cdef struct Row:
     int rails            # the number of rails that the remote memory was registered with
     Op op
 
+cdef class Writes:
+    cdef Integers length
+    cdef Integers here
+    cdef Integers there
+    cdef Integers to
+    cdef Integers imm
+    cdef uint64_t count
+    cdef uint64_t target(self, uint64_t i) noexcept nogil
+
 cdef class PreparedTargets:
     cdef readonly Core core
     cdef Row* rows
@@ -28,8 +37,7 @@ cdef class PreparedTargets:
     cdef list kept
     cdef readonly uint64_t page_bytes
     cdef public object peers
-    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, Integers imms,
-                            uint64_t i)
+    cdef object write_fault(self, Writes writes, uint64_t i)
     cdef object page_fault(self, Integers here, Integers there, Integers shares, uint64_t i)
 
 cdef class TargetRun(TargetOps):
@@ -46,7 +54,8 @@ cdef class TargetRun(TargetOps):
     cdef void count_on(self, Op* op, int64_t imm) noexcept nogil
     cdef int begun(self) except -1
 
-cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil
+cdef int64_t copy_rows(PreparedTargets prepared, TargetRun run, Writes writes) noexcept nogil
+cdef bint bring(Op* op, const Row* row, uint64_t size, uint64_t near, uint64_t far) noexcept nogil
 cdef void start_child(State* state, Op* op, uint64_t smallest) noexcept nogil
 
 cdef class OfferedLayers:

@@ -8,6 +8,17 @@ from aiote_native.requests.request import Request, TargetOps
 
 _R = TypeVar("_R", bound=Request)
 
+class Writes:
+    def __init__(
+        self,
+        targets: int,
+        lengths: object,
+        local_offsets: object,
+        remote_offsets: object,
+        to: object,
+        immediates: object,
+    ) -> None: ...
+
 class PreparedTargets:
     core: Core
     count: int

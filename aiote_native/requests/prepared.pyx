@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 
 from aiote_native.channels.failover cimport largest_of, widest_of
 from aiote_native.channels.peers cimport PeerLink
-from aiote_native.counters.table cimport IMMEDIATE_BITS
+from aiote_native.counters.table cimport IMMEDIATE_BITS, is_immediate
 from aiote_native.engine.core cimport Core
 from aiote_native.engine.posting cimport op_end, op_start, split_op
 from aiote_native.engine.progress cimport alive, kick, lock, unlock
@@ -30,6 +30,29 @@ from aiote_native.requests.request cimport Request, TargetOps, leave_link, make_
 
 cdef uint64_t MOST_PAGES = 1 << 56
 cdef uint64_t ANY_PAGE = 1 << 62  # with a stride of 0 every page is the same one
+
+
+cdef class Writes:
+    """The numbers that a request brings, for each of its writes: a length and offsets, and, if given, which of the
+    `targets` it goes to and the immediate that it counts on. Raises ValueError for arrays of different lengths.
+    """
+
+    def __cinit__(self, uint32_t targets, lengths, local_offsets, remote_offsets, to, immediates):
+        cdef Integers given
+        self.length = Integers("lengths", lengths)
+        self.here = Integers("local_offsets", local_offsets)
+        self.there = Integers("remote_offsets", remote_offsets)
+        self.to = Integers("to", to)
+        self.imm = Integers("imm", immediates)
+        self.count = self.to.count if self.to.present else targets
+        for given in (self.length, self.here, self.there, self.imm):
+            if (given.present or given is self.length) and given.count != self.count:
+                raise ValueError(
+                    f"{given.name} has {given.count} numbers: expected one for each of {self.count} targets")
+
+    cdef uint64_t target(self, uint64_t i) noexcept nogil:
+        """Return the position of the target of a write, which may be none of them."""
+        return self.to.at(i) if self.to.present else i
 
 
 cdef class PreparedTargets:
@@ -89,36 +112,27 @@ cdef class PreparedTargets:
         Raises TypeError for anything but arrays of 64-bit integers, ValueError for arrays of different lengths, a
         position without a target, a range that leaves the target's, and an immediate of over 28 bits.
         """
-        cdef Integers length = Integers("lengths", lengths)
-        cdef Integers here = Integers("local_offsets", local_offsets)
-        cdef Integers there = Integers("remote_offsets", remote_offsets)
-        cdef Integers rows = Integers("to", to)
-        cdef Integers imms = Integers("imm", immediates)
-        cdef uint64_t count = rows.count if rows.present else self.count
+        cdef Writes writes = Writes(self.count, lengths, local_offsets, remote_offsets, to, immediates)
         cdef TargetRun run = TargetRun.__new__(TargetRun)
         cdef int64_t bad
-        cdef Integers given
-        for given in (length, here, there, imms):
-            if (given.present or given is length) and given.count != count:
-                raise ValueError(f"{given.name} has {given.count} numbers: expected one for each of {count} targets")
-        run.allocate(self, count, 0)
-        run.numbered = imms.present
-        bad = fill_writes(self, run, length, here, there, rows, imms)
+        run.allocate(self, writes.count, 0)
+        bad = fill_writes(self, run, writes)
         if bad >= 0:
-            raise ValueError(self.write_fault(length, here, there, rows, imms, bad))
+            raise ValueError(self.write_fault(writes, bad))
         return run
 
-    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, Integers imms,
-                            uint64_t i):
+    cdef object write_fault(self, Writes writes, uint64_t i):
         """Say what is wrong with write `i`."""
-        cdef uint64_t at = to.at(i) if to.present else i
+        cdef uint64_t at = writes.target(i)
         if at >= self.count:
-            return f"to[{i}] is {to.value(i)}, expected a target from 0 to {self.count - 1}"
-        if imms.present and imms.at(i) >> IMMEDIATE_BITS:
-            return f"imm[{i}] is {imms.value(i)}, expected from 0 to 2**{IMMEDIATE_BITS} - 1"
-        sides = (("local", here, self.rows[at].local_bytes), ("remote", there, self.rows[at].remote_bytes))
+            return f"to[{i}] is {writes.to.value(i)}, expected a target from 0 to {self.count - 1}"
+        if not is_immediate(writes.imm.at(i)):
+            return f"imm[{i}] is {writes.imm.value(i)}, expected from 0 to 2**{IMMEDIATE_BITS} - 1"
+        sides = (
+            ("local", writes.here, self.rows[at].local_bytes),
+            ("remote", writes.there, self.rows[at].remote_bytes))
         for side, offset, limit in sides:
-            start, size = (<Integers> offset).value(i), length.value(i)
+            start, size = (<Integers> offset).value(i), writes.length.value(i)
             if start < 0 or size < 0 or start + size > limit:
                 return f"write {i}: {side} range {start}+{size} leaves target {at}'s {limit} bytes"
         return f"write {i} changed while it was read"
@@ -178,37 +192,44 @@ cdef uint64_t shared(uint64_t total, uint64_t count) noexcept nogil:
     return total + count if total < ANY_PAGE and count < ANY_PAGE else ANY_PAGE
 
 
-cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil:
-    """Make a write count on number `i`, if there are numbers; return False if that is no immediate."""
-    cdef uint64_t imm = imms.at(i)
-    op.counted = imms.present
-    op.imm = <uint32_t> imm
-    return not imm >> IMMEDIATE_BITS
-
-
-cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers length, Integers here, Integers there,
-                         Integers to, Integers imms) noexcept nogil:
-    """Copy the checked targets and fill in a request's numbers. Return the position of the first bad one, or -1."""
-    cdef uint64_t i, at, size, near, far
-    cdef const Row* row
+cdef int64_t copy_rows(PreparedTargets prepared, TargetRun run, Writes writes) noexcept nogil:
+    """Copy the checked target of each write, with its immediate. Return the first write without either, or -1."""
+    cdef uint64_t i, at, imm
     cdef Op* op
+    run.numbered = writes.imm.present
     for i in range(run.count):
-        at = to.at(i) if to.present else i
-        if at >= prepared.count:
-            return i
-        row = &prepared.rows[at]
-        size, near, far = length.at(i), here.at(i), there.at(i)
-        if (near > row.local_bytes or size > row.local_bytes - near
-                or far > row.remote_bytes or size > row.remote_bytes - far):
+        at, imm = writes.target(i), writes.imm.at(i)
+        if at >= prepared.count or not is_immediate(imm):
             return i
         op = &run.ops[i]
-        memcpy(op, &row.op, sizeof(Op))
-        op.local_address += near
-        op.remote_offset += far
-        op.part_bytes = size
+        memcpy(op, &prepared.rows[at].op, sizeof(Op))
         op.parts = 1
+        op.counted = run.numbered
+        op.imm = <uint32_t> imm
         run.chosen[i] = <uint32_t> at
-        if not number(op, imms, i):
+    return -1
+
+
+cdef bint bring(Op* op, const Row* row, uint64_t size, uint64_t near, uint64_t far) noexcept nogil:
+    """Give a copy of a checked target its length and offsets; return False if they leave the target's ranges."""
+    if (near > row.local_bytes or size > row.local_bytes - near
+            or far > row.remote_bytes or size > row.remote_bytes - far):
+        return False
+    op.local_address = row.op.local_address + near
+    op.remote_offset = row.op.remote_offset + far
+    op.part_bytes = size
+    return True
+
+
+cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Writes writes) noexcept nogil:
+    """Copy the checked targets and fill in a request's numbers. Return the position of the first bad one, or -1."""
+    cdef int64_t bad = copy_rows(prepared, run, writes)
+    cdef uint64_t i
+    if bad >= 0:
+        return bad
+    for i in range(run.count):
+        if not bring(&run.ops[i], &prepared.rows[run.chosen[i]], writes.length.at(i), writes.here.at(i),
+                     writes.there.at(i)):
             return i
     return -1
 
@@ -615,7 +636,7 @@ cdef class LayerMoves(PreparedTargets):
                 if pair is not None and not self.add_move(run, i, <PageIndex?> pair[0], <PageIndex?> pair[1],
                                                           <uint32_t> (imm + self.immediates[number])):
                     return None
-        return run if run.is_open(False) else None
+        return run if run.is_open(admitted=False) else None
 
     cdef uint64_t count_writes(self, LayerRun run, list layers, list offsets, uint64_t most) except? 0:
         """Find how many layers have up to `most` pieces, and how many pieces; return how many writes that makes."""

@@ -5,7 +5,7 @@ from aiote_native.engine.core cimport Core
 from aiote_native.engine.progress cimport Progress, pthread_mutex_t, pthread_t
 from aiote_native.engine.structs cimport Op
 from aiote_native.requests.pages cimport Integers
-from aiote_native.requests.prepared cimport Row, TargetRun
+from aiote_native.requests.prepared cimport Row, TargetRun, Writes
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_cond_t:
@@ -60,7 +60,5 @@ cdef class Proxy:
 cdef class ArmedRun(TargetRun):
     cdef Armed armed
     cdef FlagWord word
-    cdef Integers lengths
-    cdef Integers here
-    cdef Integers there
+    cdef Writes writes
     cdef int take(self, Proxy proxy, FlagWord word, uint32_t value, bint skips) except -1

@@ -39,6 +39,7 @@ def arm(
     lengths: object,
     local_offsets: object,
     remote_offsets: object,
+    *,
     to: object,
     skips: bool,
     immediates: object = None,

@@ -5,7 +5,6 @@ from cpython.ref cimport Py_INCREF
 from libc.errno cimport EINTR, EPROTO, ERANGE, ESTALE, errno
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 from posix.time cimport timespec
 from posix.unistd cimport close, read
 
@@ -21,7 +20,7 @@ from aiote_native.engine.progress cimport (
 from aiote_native.engine.structs cimport ECANCELED, OP_READ, OP_WRITE, Op, State
 from aiote_native.requests.operations cimport start_behind
 from aiote_native.requests.pages cimport Integers
-from aiote_native.requests.prepared cimport PreparedTargets, Row, TargetRun, number, start_child
+from aiote_native.requests.prepared cimport PreparedTargets, Row, TargetRun, Writes, bring, copy_rows, start_child
 from aiote_native.requests.request cimport LocalSlice, PageSet, RemoteSlice, Request, make_request
 from aiote_native.system.base cimport check, clock_ns
 
@@ -379,9 +378,9 @@ cdef class ArmedRun(TargetRun):
         self.armed.value = value
         self.armed.seen = aiote_load_flag(self.armed.flag)
         self.armed.rows, self.armed.chosen = self.prepared.rows, self.chosen
-        self.armed.lengths = numbers_of(self.lengths)
-        self.armed.here = numbers_of(self.here)
-        self.armed.there = numbers_of(self.there)
+        self.armed.lengths = numbers_of(self.writes.length)
+        self.armed.here = numbers_of(self.writes.here)
+        self.armed.there = numbers_of(self.writes.there)
         self.armed.skips = skips
         return 0
 
@@ -418,7 +417,7 @@ cdef Numbers numbers_of(Integers values):
     return numbers
 
 
-def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_offsets, remote_offsets, to,
+def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_offsets, remote_offsets, *, to,
         bint skips, immediates=None) -> ArmedRun:
     """Make a run of one write to each target, or to those that `to` lists, to be posted when the flag is `value`.
 
@@ -427,29 +426,17 @@ def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_
     `PreparedTargets.scatter` does, and OSError where no thread can be started.
     """
     cdef ArmedRun run = ArmedRun.__new__(ArmedRun)
-    cdef Integers rows = Integers("to", to)
-    cdef Integers imms = Integers("imm", immediates)
-    cdef uint64_t i, at, count = rows.count if rows.present else prepared.count
     cdef FlagWord word = FlagWord(flag)
-    run.lengths = Integers("lengths", lengths)
-    run.here = Integers("local_offsets", local_offsets)
-    run.there = Integers("remote_offsets", remote_offsets)
     cdef Integers given
-    for given in (run.lengths, run.here, run.there, imms):
-        if (given.present or given is run.lengths) and given.count != count:
-            raise ValueError(f"{given.name} has {given.count} numbers: expected one for each of {count} targets")
-        if given.present and given is not imms and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
+    cdef int64_t bad
+    run.writes = Writes(prepared.count, lengths, local_offsets, remote_offsets, to, immediates)
+    for given in (run.writes.length, run.writes.here, run.writes.there):
+        if given.present and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
             raise ValueError(f"{given.name}: expected numbers at multiples of 8, because another thread writes them")
-    run.allocate(prepared, count, 0)
-    run.numbered = imms.present
-    for i in range(count):
-        at = rows.at(i) if rows.present else i
-        if at >= prepared.count or imms.at(i) >> IMMEDIATE_BITS:
-            raise ValueError(prepared.write_fault(run.lengths, run.here, run.there, rows, imms, i))
-        memcpy(&run.ops[i], &prepared.rows[at].op, sizeof(Op))
-        run.ops[i].parts = 1
-        number(&run.ops[i], imms, i)
-        run.chosen[i] = <uint32_t> at
+    run.allocate(prepared, run.writes.count, 0)
+    bad = copy_rows(prepared, run, run.writes)
+    if bad >= 0:
+        raise ValueError(prepared.write_fault(run.writes, bad))
     if prepared.core.proxy is None:
         prepared.core.proxy = Proxy(prepared.core)
     run.take(prepared.core.proxy, word, value, skips)
@@ -683,20 +670,14 @@ cdef uint64_t number_at(const Numbers* numbers, uint64_t i) noexcept nogil:
 
 cdef int read_numbers(Armed* armed) noexcept nogil:
     """Read the numbers of each write, and check what was read. Return 0, or the error for all of them."""
-    cdef uint64_t size, near, far
     cdef const Row* row
     cdef Op* op
     cdef uint32_t i
     for i in range(armed.parent.child_count):
         op = &armed.parent.children[i]
         row = &armed.rows[armed.chosen[i]]
-        size, near, far = number_at(&armed.lengths, i), number_at(&armed.here, i), number_at(&armed.there, i)
-        if (near > row.local_bytes or size > row.local_bytes - near
-                or far > row.remote_bytes or size > row.remote_bytes - far):
+        if not bring(op, row, number_at(&armed.lengths, i), number_at(&armed.here, i), number_at(&armed.there, i)):
             return -ERANGE
         if not op.over and row.rails <= widest_of(op.peer):
             return -ESTALE
-        op.local_address = row.op.local_address + near
-        op.remote_offset = row.op.remote_offset + far
-        op.part_bytes = size
     return 0

@@ -391,7 +391,7 @@ cdef void push_immediate(Net* net, SimPort* endpoint, const Work* work) noexcept
                 endpoint.arrivals += 1
                 return
             free(report)
-    enter(endpoint, &completion, False)
+    enter(endpoint, &completion, own=False)
 
 
 cdef void tell(Net* net, Report* report) noexcept nogil:
@@ -399,7 +399,7 @@ cdef void tell(Net* net, Report* report) noexcept nogil:
     cdef SimPort* endpoint = find_endpoint(net, report.target)
     if endpoint != NULL:
         endpoint.arrivals -= 1
-        enter(endpoint, &report.completion, False)
+        enter(endpoint, &report.completion, own=False)
     free(report)
 
 
@@ -502,11 +502,11 @@ cdef bint deliver(Net* net, Work* work, SimPort* target) noexcept nogil:
         target.receive_first = (target.receive_first + 1) % target.nic.model.receives
         target.receive_count -= 1
         if work.length > receive.length:
-            push_entry(target, receive.wr, -EMSGSIZE, 0, False)
+            push_entry(target, receive.wr, -EMSGSIZE, 0, own=False)
             fail(net, work, -EMSGSIZE)
             return True
         memcpy(receive.memory, work.copy if work.copy != NULL else work.sges[0].local, work.length)
-        push_entry(target, receive.wr, 0, work.length, False)
+        push_entry(target, receive.wr, 0, work.length, own=False)
     else:
         push_immediate(net, target, work)
     count_moved(work, target, work.length + 1)
@@ -558,7 +558,7 @@ cdef void serve_queue(Net* net, SimPort* endpoint) noexcept nogil:
 cdef void complete(Net* net, Work* work) noexcept nogil:
     saw(net, SAW_COMPLETE, work.nic, work.number, work.length, work.status)
     if work.source != NULL:
-        push_entry(work.source, work.wr, work.status, 0 if work.status else work.length, True)
+        push_entry(work.source, work.wr, work.status, 0 if work.status else work.length, own=True)
     free_work(net, work)
 
 
@@ -700,7 +700,7 @@ cdef void break_endpoint(SimPort* endpoint) noexcept nogil:
         receive = &endpoint.receives[endpoint.receive_first]
         endpoint.receive_first = (endpoint.receive_first + 1) % endpoint.nic.model.receives
         endpoint.receive_count -= 1
-        push_entry(endpoint, receive.wr, -ENETDOWN, 0, False)
+        push_entry(endpoint, receive.wr, -ENETDOWN, 0, own=False)
 
 
 cdef void apply(Net* net, Fault* fault) noexcept nogil:

@@ -71,7 +71,7 @@ cdef void open_write(Stream* self, const Frame* frame) noexcept nogil:
     cdef const Memory* memory
     cdef uint16_t i
     self.epoch = self.registry.epoch
-    if not is_open(self, frame, True):
+    if not is_open(self, frame, writes=True):
         self.status = -EACCES
         self.discards = True
         return
@@ -172,7 +172,7 @@ cdef int refuse(Stream* self, int status) noexcept nogil:
 
 cdef int answer(Stream* self, const Frame* frame) noexcept nogil:
     """Queue the bytes that a read asks for, if they are open to the peer, and the end of the read."""
-    cdef bint good = is_open(self, frame, False)
+    cdef bint good = is_open(self, frame, writes=False)
     cdef Work* work
     cdef Work* trailer = new_work(self)
     cdef uint16_t i
@@ -396,7 +396,7 @@ cdef int list_iov(Stream* self, iovec* vectors) noexcept nogil:
         return 1
     if head.kind == FRAME_WRITE and not self.discards and self.epoch != self.registry.epoch:
         self.epoch = self.registry.epoch
-        if not is_open(self, head, True):
+        if not is_open(self, head, writes=True):
             self.status = -EACCES
             self.discards = True
     if self.gpu != NULL and self.gpu.back.error:

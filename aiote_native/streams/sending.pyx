@@ -61,7 +61,7 @@ cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
     cdef int needed = <int> ((work.frame.length + SLOT_BYTES - 1) // SLOT_BYTES)
     if work.gpu == NULL:
         return True
-    if work.frame.kind == FRAME_ANSWER and not is_open(self, &work.frame, False):
+    if work.frame.kind == FRAME_ANSWER and not is_open(self, &work.frame, writes=False):
         # The memory was closed after the peer asked for it, so it must not be read.
         work.gpu = NULL
         return True
@@ -232,7 +232,7 @@ cdef bint is_revoked(Stream* self, Work* work) noexcept nogil:
         return False
     if work.trailer.frame.status == 0 and work.epoch != self.registry.epoch:
         work.epoch = self.registry.epoch
-        if not is_open(self, &work.frame, False):
+        if not is_open(self, &work.frame, writes=False):
             work.trailer.frame.status = -EACCES
     return work.trailer.frame.status != 0
 

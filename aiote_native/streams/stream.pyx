@@ -485,7 +485,7 @@ cdef void pull_write(Stream* self, const Frame* frame) noexcept nogil:
     cdef uint8_t* local[MAX_SGE]
     cdef const Memory* memory
     cdef int i
-    if not is_open(self, frame, True):
+    if not is_open(self, frame, writes=True):
         self.status = -EACCES
         return
     memory = find_memory(self.registry, frame.key)

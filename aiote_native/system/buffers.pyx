@@ -287,7 +287,8 @@ cdef int64_t _measure(
                 "bytes"
             )
         nbytes *= shape[axis]
-    if strides == NULL or _is_dense(ndim, shape, strides, unit, False) or _is_dense(ndim, shape, strides, unit, True):
+    if (strides == NULL or _is_dense(ndim, shape, strides, unit, fortran=False)
+            or _is_dense(ndim, shape, strides, unit, fortran=True)):
         return nbytes
     raise ValueError(
         f"{what} is not contiguous: shape {_listed(ndim, shape)}, strides {_listed(ndim, strides)} in "

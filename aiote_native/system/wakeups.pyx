@@ -155,7 +155,7 @@ cdef class SharedPages:
     def __getbuffer__(self, Py_buffer* view, int flags):
         if self.closed:
             raise BufferError("the shared memory is closed")
-        PyBuffer_FillInfo(view, self, self.pages, self.nbytes, False, flags)
+        PyBuffer_FillInfo(view, self, self.pages, self.nbytes, readonly=False, flags=flags)
         self.views += 1
 
     def __releasebuffer__(self, Py_buffer* view):
@@ -341,7 +341,7 @@ cdef class WakeupEvent:
                     raise
                 # Linux before 5.1 lacks that seal, so there a peer could make us look awake or asleep to others.
                 fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals & ~F_SEAL_FUTURE_WRITE)
-            self.socket, self.address = guarded_socket(False)
+            self.socket, self.address = guarded_socket(rights=False)
             self.socket_fd = self.socket.fileno()
         except BaseException:
             self.close()

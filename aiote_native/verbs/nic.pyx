@@ -286,7 +286,7 @@ cdef class VerbsDevice(NativeDevice):
 
         Raises StatusError: EOPNOTSUPP where the library, the kernel or the device does not support DMA-BUFs.
         """
-        return VerbsMemory(self, address, length, writable, access, fd, offset)
+        return VerbsMemory(self, address, length, writable, access, fd=fd, offset=offset)
 
     def close(self) -> None:
         """Close the device. Everything on it must be closed first. Idempotent; does nothing in the child of a fork.
@@ -334,8 +334,8 @@ cdef class VerbsMemory(NicRegistration):
         self.mr = NULL
         self.flushed = -1
 
-    def __init__(self, VerbsDevice device, uint64_t address, size_t length, bint writable, int access, int fd=-1,
-                 uint64_t offset=0):
+    def __init__(self, VerbsDevice device, uint64_t address, size_t length, bint writable, int access, *,
+                 int fd=-1, uint64_t offset=0):
         cdef int flags = IBV_ACCESS_LOCAL_WRITE if writable else 0
         device.opened()
         flags |= IBV_ACCESS_REMOTE_READ if access & MAY_READ else 0

@@ -53,7 +53,7 @@ cdef class VerbsEndpoint(NativeEndpoint):
     cdef readonly tuple psns
     cdef int path_mtu(self) except -1
     cdef int open(self) except -1
-    cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1
+    cdef int make(self, Sends* sends, uint32_t depth, uint32_t receives, bint shared) except -1
     cdef int bring_up(self, Sends* sends, PeerAddress peer, uint32_t remote, uint32_t remote_psn,
                       uint32_t own_psn) except -1
 

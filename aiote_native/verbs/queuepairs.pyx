@@ -419,8 +419,8 @@ cdef class VerbsEndpoint(NativeEndpoint):
         self.impl.cq = symbols().create_cq(nic.context, entries, NULL, self.impl.channel, 0)
         if self.impl.cq == NULL:
             failed("ibv_create_cq")
-        self.make(&self.impl.data, True, depth, 0)
-        self.make(&self.impl.text, False, min(depth, <uint32_t> TEXT_DEPTH), messages)
+        self.make(&self.impl.data, depth, receives=0, shared=True)
+        self.make(&self.impl.text, min(depth, <uint32_t> TEXT_DEPTH), receives=messages, shared=False)
         self.wait_fd = self.impl.channel.fd
         self.numbers = (self.impl.data.qp.qp_num, self.impl.text.qp.qp_num)
         # The first packet number of a pair is random, so that the pair does not accept packets that were sent to an
@@ -438,7 +438,7 @@ cdef class VerbsEndpoint(NativeEndpoint):
         wanted = nic.settings.mtu.bit_length() - 8 if nic.settings.mtu else MTU_CODES
         return max(1, min(wanted, nic.port.active_mtu))
 
-    cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1:
+    cdef int make(self, Sends* sends, uint32_t depth, uint32_t receives, bint shared) except -1:
         """Make one pair and bring it to INIT. Raises StatusError.
 
         `shared`: the pair carries writes and reads, and its receives are the NIC's shared ones.

@@ -108,7 +108,7 @@ def test_a_captured_round_is_replayed_with_other_tokens(place):
         assert opened.words[1:4].tolist() == [number] * 3
         positions, packed, expected = np.empty((TOKENS, TOP_K), np.int32), place.back(sent).copy(), place.back(sums) * 0
         kernels.number_rows(drawn, *shape, positions)
-        kernels.pack(packed, packed, 0, 0, positions, rows, rows[:, :0], rows[:, :0], 0, 0)
+        kernels.pack(packed, packed, 0, 0, positions, rows, scales=rows[:, :0], tail=rows[:, :0])
         kernels.combine(expected, packed, positions, factors, "bfloat16", False)
         assert place.back(sent).tobytes() == packed.tobytes()
         assert place.back(sums).tobytes() == expected.tobytes()

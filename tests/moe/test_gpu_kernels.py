@@ -131,7 +131,7 @@ def test_rows_are_packed(place, seed, tokens, top_k, width, scales, by_rank):
     )
     for pack in (kernels.pack, moe_twins.pack):
         twins = [side.copy() for side in sides]
-        pack(*twins, first, last, at, x, beside, tail, width, width + scales)
+        pack(*twins, first, last, at, x, scales=beside, tail=tail, scales_at=width, tail_at=width + scales)
         assert [place.back(side).tobytes() for side in given] == [twin.tobytes() for twin in twins]
 
 

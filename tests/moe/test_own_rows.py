@@ -20,7 +20,7 @@ def test_rows_of_two_arrays_are_summed_as_those_of_one(dtype, weighted):
     want, got = np.zeros((30, nbytes), np.uint8), np.zeros((30, nbytes), np.uint8)
     kernels.combine(want, together, places, weights, dtype, False)
     split = np.where(places >= 7, -2 - (places - 7), places).astype(np.int32)
-    kernels.combine(got, rows, split, weights, dtype, False, own)
+    kernels.combine(got, rows, split, weights, dtype, False, own=own)
     assert (want == got).all()
     # Without a second array every place below 0 is none.
     kernels.combine(want, rows, np.where(places >= 7, -1, places).astype(np.int32), weights, dtype, False)

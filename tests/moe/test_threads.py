@@ -32,12 +32,12 @@ class Blocked:
         self.seen: set[int] = set()
         monkeypatch.setattr(kernels, "combine", self)
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any, **named: Any) -> None:
         with self._lock:
             self.begun += 1
             self.seen.add(threading.get_ident())
         assert self.may_go.wait(PATIENCE_S), "the event loop does not run beside the kernel"
-        self._combine(*arguments)
+        self._combine(*arguments, **named)
         with self._lock:
             self.ended += 1
 

@@ -60,8 +60,9 @@ def test_rows_are_packed(seed, tokens, top_k, width, scales, by_rank):
     row = width + scales + tail.shape[1] + 3
     sides = [memory(rng, tokens * top_k, row), memory(rng, last - first, row)]
     twins = [side.copy() for side in sides]
-    kernels.pack(*sides, first, last, at, x, beside, tail, width, width + scales)
-    moe_twins.pack(*twins, first, last, at, x, beside, tail, width, width + scales)
+    behind = {"scales": beside, "tail": tail, "scales_at": width, "tail_at": width + scales}
+    kernels.pack(*sides, first, last, at, x, **behind)
+    moe_twins.pack(*twins, first, last, at, x, **behind)
     assert [side.tobytes() for side in sides] == [twin.tobytes() for twin in twins]
 
 
@@ -88,7 +89,7 @@ def test_copies_are_unfolded(seed, copies, top_k, held, width):
     to = memory(rng, 6 * held, width)
     for unfold in (kernels.unfold, moe_twins.unfold):
         rows, places, seen = to.copy(), np.empty((copies, top_k), np.int32), np.zeros(held, np.int64)
-        unfold(rows, source, width, ids, 3, base, room, places, seen)
+        unfold(rows, source, width, ids, 3, base, room=room, places=places, seen=seen)
         results.append((rows.tobytes(), places.tolist(), seen.tolist()))
     assert results[0] == results[1]
 

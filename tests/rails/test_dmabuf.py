@@ -269,7 +269,7 @@ def test_every_nic_is_told_offset_length_and_access(device, readonly):
     nics = [Noting(), Noting()]
     array = OfGpu(readonly=readonly)
     with export_dmabuf(device, array.address, array.length) as found:
-        memory = LocalMemory(acquire(array), list(nics), 3, found.fd, found.offset)
+        memory = LocalMemory(acquire(array), list(nics), 3, fd=found.fd, offset=found.offset)
     for nic in nics:
         assert nic.told == [(found.offset, 8192, array.address, not readonly, 3)]
     memory.close()
@@ -279,7 +279,7 @@ def test_every_nic_is_told_offset_length_and_access(device, readonly):
 def test_a_registration_is_undone_where_one_nic_of_several_refuses():
     nics = [Noting(), Noting(errno.EINVAL)]
     with open("/dev/null") as file, pytest.raises(StatusError):
-        LocalMemory(acquire(OfGpu()), list(nics), 3, file.fileno(), 0)
+        LocalMemory(acquire(OfGpu()), list(nics), 3, fd=file.fileno())
     assert [nic.closed for nic in nics] == [1, 0]
 
 

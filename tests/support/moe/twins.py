@@ -38,8 +38,8 @@ def numbered(ids: NDArray[Any], experts: int, local: int, ranks: int, by_rank: b
 
 
 def pack(
-    sent: Bytes, own: Bytes, first: int, last: int, at: Places, x: Bytes, scales: Bytes, tail: Bytes, scales_at: int,
-    tail_at: int,
+    sent: Bytes, own: Bytes, first: int, last: int, at: Places, x: Bytes, *, scales: Bytes, tail: Bytes,
+    scales_at: int = 0, tail_at: int = 0,
 ) -> None:  # fmt: skip
     """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it."""
     for slot in range(at.shape[1]):
@@ -59,8 +59,8 @@ def copy_runs(to: Bytes, source: Bytes, runs: NDArray[np.int64], nbytes: int) ->
 
 
 def unfold(
-    to: Bytes, source: Bytes, nbytes: int, ids: Places, first: int, base: NDArray[np.int64], room: NDArray[np.int64],
-    places: Places, seen: NDArray[np.int64],
+    to: Bytes, source: Bytes, nbytes: int, ids: Places, first: int, base: NDArray[np.int64], *,
+    room: NDArray[np.int64], places: Places, seen: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Copy each copy of `source` to the place of every expert that it is for: ids (copies, k), of all ranks' experts.
 
