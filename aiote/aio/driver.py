@@ -10,6 +10,7 @@ since the loop last looked.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class Driver:
         self._collecting = False
         self._more = False
         self._task: LoopTask | None = None
+        # Of all rounds: without it, asyncio would copy the context of whoever asked for one.
+        self._context = contextvars.copy_context()
         # The core calls this when it starts something by itself. It does not while `awake`: a round will follow anyway.
         core.on_submit = self.kick
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
@@ -85,7 +88,7 @@ class Driver:
         elif self._asyncio is not None:
             if not self._core.awake:
                 self._core.awake = True
-                self._asyncio.call_soon(self._round)
+                self._asyncio.call_soon(self._round, context=self._context)
         elif self._sleeping:
             self._core.wake()
 
@@ -93,6 +96,8 @@ class Driver:
         # The loop may have seen the descriptor readable before its last turn left progress to the idle thread.
         if not self._core.awake and not self._core.left_alone:
             self._round()
+        else:
+            self._core.take_wakeups()
 
     def _round(self) -> None:
         if not self._running:
@@ -107,7 +112,7 @@ class Driver:
             # An interrupt raised in a task may or may not end the loop. If it does not, the next round has to come.
             if again and self._running and not self._core.awake and self._asyncio is not None:
                 self._core.awake = True
-                self._asyncio.call_soon(self._round)
+                self._asyncio.call_soon(self._round, context=self._context)
 
     def _collect(self, *, direct: bool = False) -> None:
         # A completion may start what waited for it, which calls `kick`. Collect that in this loop, without recursion.

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from ..rails import run, wake
+from ..rails import WaiterQueue, run, wake
 from .loops import EventLoop, Waiter, current_loop
 
 __all__ = [
@@ -138,20 +138,13 @@ class Backoff:
         return pause * random.uniform(0.5, 1.0)
 
 
-class Condition:
+class Condition(WaiterQueue):
     """A condition that tasks wait for: `wake_all` wakes all tasks that wait now, `wake_one` the first in the queue.
 
     Without a loop it belongs to the one of its first wait, so it can be made where no loop runs.
     """
 
-    __slots__ = ("_loop", "_waiters")
-
-    def __init__(self, loop: EventLoop | None = None) -> None:
-        self._loop = loop
-        self._waiters: deque[Waiter] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiters)
+    __slots__ = ()
 
     async def until(self, predicate: Callable[[], object]) -> None:
         """Wait until a predicate holds: it is called now, and after each wake-up. Cancelling loses no wake-up."""
@@ -160,33 +153,15 @@ class Condition:
 
     async def wait(self) -> None:
         """Sleep until woken. If a woken task is cancelled before it runs, the next task in the queue is woken."""
-        if self._loop is None:
-            self._loop = current_loop()
-        waiter = self._loop.waiter()
-        self._waiters.append(waiter)
+        if self.loop is None:
+            self.loop = current_loop()
+        waiter = self.enter()
         try:
             await waiter
         except BaseException:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            elif waiter.done():
+            if not self.leave(waiter) and waiter.done():
                 self.wake_one()
             raise
-
-    def wake_one(self, wake: Callable[[Waiter], object] = wake) -> None:
-        """Wake the task that has waited longest, if any waits."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                wake(waiter)
-                return
-
-    def wake_all(self, wake: Callable[[Waiter], object] = wake) -> None:
-        """Wake all tasks that wait now."""
-        if not self._waiters:
-            return
-        for _ in range(len(self._waiters)):
-            self.wake_one(wake)
 
 
 class _Turn:

@@ -20,6 +20,7 @@ from aiote_native.requests.operations import (
     PageIndex,
     RemoteMemory,
     Waitable,
+    WaiterQueue,
     run,
     wake,
 )
@@ -110,6 +111,7 @@ __all__ = [
     "TargetRun",
     "ValueWatch",
     "Waitable",
+    "WaiterQueue",
     "acquire",
     "after_fork",
     "arm",

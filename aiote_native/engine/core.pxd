@@ -21,6 +21,7 @@ cdef class Core:
     cdef bint woke
     cdef int recent_wakes
     cdef int turns_in_vain
+    cdef uint64_t sleeps_cleared  # the sleeps until the last `take_wakeups`
     cdef void end_turn(self) noexcept
     cdef list rooms
     cdef list collect(self, bint direct, on_round)

@@ -14,7 +14,7 @@ from aiote_native.cuda.driver cimport Hold
 from aiote_native.engine.gates cimport batch_end, batch_flush
 from aiote_native.engine.posting cimport op_cancel, split_op
 from aiote_native.engine.progress cimport (
-    ROUNDS, Progress, Watched, add_descriptor, alive, call_loop, close_descriptors, descriptor_of_loop,
+    ROUNDS, Progress, Watched, add_descriptor, alive, call_loop, clear_wakeups, close_descriptors, descriptor_of_loop,
     forget_descriptors, kick, lock, new_epoch, notify, one_round, open_descriptors, progress_once, progress_until,
     pthread_cond_init, pthread_cond_signal, pthread_cond_wait, pthread_join, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_unlock, pthread_t, signal_wake, sleep_on, slice_end, time_rails, times_of, unlock, unwatch_descriptor,
@@ -193,6 +193,20 @@ cdef class Core:
                 unlock(&self.engine)
         else:
             signal_wake(&self.engine)
+
+    def take_wakeups(self) -> None:
+        """Take the wake-ups that came since the last sleep, once for each sleep, while a round is still to come.
+
+        A wake-up that stayed until the next sleep would make `fd` readable, and call the loop, in each turn until then.
+        """
+        if not self.awake or self.engine.relieved or self.sleeps_cleared == self.engine.sleeps:
+            return
+        usable(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            clear_wakeups(&self.engine)
+            self.sleeps_cleared = self.engine.sleeps
+            unlock(&self.engine)
 
     def reap(self, *, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over, wake its waiters, and return the peers that failed since the last call.

@@ -124,6 +124,7 @@ cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
 cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil
 cdef int drain(State* state, Channel* channel) noexcept nogil
 cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Completion* completion) noexcept nogil
+cdef void clear_wakeups(Progress* self) noexcept nogil
 cdef int progress_once(Progress* self) noexcept nogil
 cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil
 cdef uint64_t slice_end(Progress* self) noexcept nogil

@@ -86,6 +86,11 @@ cdef class Pause:
     cdef NativeWaiter waiter
     cdef bint yielded
 
+cdef class WaiterQueue:
+    cdef public object loop
+    cdef object waiters  # a deque; None before the first wait
+    cdef int wake_first(self, waker) except -1
+
 cpdef int wake(object waiter) except -1
 cpdef int run(object waiter) except -1
 cdef object wake_all(list waiters, bint direct, listener)

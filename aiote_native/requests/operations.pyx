@@ -1,5 +1,7 @@
 """One operation each: its memory, the coroutine that awaits it, its group, and the GPU stream that it waits for."""
 
+from collections import deque
+
 cimport cython
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
@@ -514,6 +516,53 @@ cpdef int run(object waiter) except -1:
     if type(waiter) is NativeWaiter:
         return (<NativeWaiter> waiter).now()
     return wake(waiter)
+
+
+cdef class WaiterQueue:
+    """The tasks that wait for one condition, the longest wait first. `loop` makes their waiters."""
+
+    def __cinit__(self, loop=None):
+        self.loop = loop
+
+    def __len__(self):
+        return 0 if self.waiters is None else len(self.waiters)
+
+    def enter(self) -> Waiter:
+        """Return a new waiter at the end of the queue."""
+        waiter = self.loop.waiter()
+        if self.waiters is None:
+            self.waiters = deque()
+        self.waiters.append(waiter)
+        return waiter
+
+    def leave(self, waiter) -> bool:
+        """Take a waiter out of the queue; return False if it is not there."""
+        if waiter not in self.waiters:
+            return False
+        self.waiters.remove(waiter)
+        return True
+
+    cdef int wake_first(self, waker) except -1:
+        while self.waiters:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                if waker is None:
+                    wake(waiter)
+                else:
+                    waker(waiter)
+                break
+        return 0
+
+    def wake_one(self, waker=None) -> None:
+        """Wake the task that has waited longest, if any waits, or pass its waiter to `waker`."""
+        if self.waiters is not None:
+            self.wake_first(waker)
+
+    def wake_all(self, waker=None) -> None:
+        """Wake all tasks that wait now, or pass their waiters to `waker`."""
+        if self.waiters is not None:
+            for _ in range(len(self.waiters)):
+                self.wake_first(waker)
 
 
 cdef object wake_all(list waiters, bint direct, listener):
