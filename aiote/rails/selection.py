@@ -32,8 +32,8 @@ class RailRequest:
     """The request of an engine: a provider or "auto", names of NICs or their addresses, its own address, a library.
 
     `verbs` are settings of verbs devices; `threaded`: a native thread makes progress; `ring_bytes`: the size of a
-    `local` ring; `gpu_sharing`: whether `local` shares GPU memory; `fallback`: a socket rail is added to scarce rails,
-    for peers that find no endpoint left.
+    `local` ring; `gpu_sharing`: whether `local` shares GPU memory; `gpu_staging_bytes`: pinned memory of a rail for
+    each GPU and direction; `fallback`: a socket rail is added to scarce rails, for peers that find no endpoint left.
     """
 
     provider: str
@@ -44,6 +44,7 @@ class RailRequest:
     threaded: bool = False
     ring_bytes: int = 2 << 20
     gpu_sharing: bool = True
+    gpu_staging_bytes: int = 8 << 20
     fallback: bool = False
 
 
@@ -60,11 +61,10 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
     if provider == "verbs":
         _open_ports(request, rails)
     elif provider == LOCAL:
-        rails += [
-            LocalRail(index, request.ring_bytes, request.gpu_sharing) for index in range(choose_local(request.names))
-        ]
+        rails += [_local_rail(request, index) for index in range(choose_local(request.names))]
     elif provider == SOCKET:
-        rails += [SocketRail(index, *at) for index, at in enumerate(choose_sockets(request.names, request.host))]
+        found_here = choose_sockets(request.names, request.host)
+        rails += [SocketRail(index, *at, request.gpu_staging_bytes) for index, at in enumerate(found_here)]
     elif provider == "sim":
         clock = _plug(request, rails)
     else:
@@ -75,11 +75,15 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
         for index, place in enumerate(places):
             rails.append(LibfabricRail(index, *place, found))
         if request.fallback and rails[0].traits.scarce:
-            rails.append(SocketRail(len(rails), *choose_sockets(None, request.host)[0]))
+            rails.append(SocketRail(len(rails), *choose_sockets(None, request.host)[0], request.gpu_staging_bytes))
     if request.provider == AUTO and may_make_rings():
         # For peers on this host. It does not affect peers on other hosts.
-        rails.append(LocalRail(len(rails), request.ring_bytes, request.gpu_sharing))
+        rails.append(_local_rail(request, len(rails)))
     return found, clock
+
+
+def _local_rail(request: RailRequest, index: int) -> LocalRail:
+    return LocalRail(index, request.ring_bytes, request.gpu_sharing, request.gpu_staging_bytes)
 
 
 def _best(request: RailRequest) -> tuple[str, FoundLibrary | None]:

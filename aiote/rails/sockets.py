@@ -28,10 +28,10 @@ VERSION = 2  # since 2 the accepting side answers with a token
 class SocketRail:
     """A network interface with an IP address, of version 4 or 6."""
 
-    def __init__(self, index: int, host: str, name: str) -> None:
+    def __init__(self, index: int, host: str, name: str, staging_bytes: int) -> None:
         self.index = index
         self.traits: Traits = traits_of(SOCKET)
-        self.device = StreamDevice()
+        self.device = StreamDevice(staging_bytes=staging_bytes)
         self.provider = SOCKET
         self.name = name
         self.host = host

@@ -39,6 +39,8 @@ cdef int checked(int code, str operation) except -1
 cdef int enter(void* context, int* mode) noexcept nogil
 cdef void leave(int mode) noexcept nogil
 cdef void* retain(int device, uint64_t address, bint* primary) except NULL
+cdef void release_primary(int device) noexcept nogil
+cdef void free_pinned(void* pages) noexcept nogil
 
 cdef enum:
     HELD_MOST = 8  # events that one transfer waits for: one for each device that its memory is on
@@ -82,10 +84,15 @@ cdef int flush_writes(void* context) noexcept nogil
 # Behind each group of copies, the GPU writes the group's number to a word of pinned memory. Checking for the end of a
 # copy therefore takes one load and no lock of the driver. After an error of the context, the GPU writes no more
 # numbers; `queue_look` detects that.
+#
+# A call that posts to a full stream blocks until the GPU has done something. Before posting, the owner of a queue
+# therefore asks whether there is room.
 
 cdef enum:
     SLOT_BYTES = 256 * 1024
-    SLOTS = 32
+    LEAST_SLOTS = 16
+    MOST_SLOTS = 256
+    GROUPS = 256  # more than there are groups in flight, because each has an entry of the stream
 
 cdef struct CopyQueue:
     void* context
@@ -93,14 +100,19 @@ cdef struct CopyQueue:
     uint32_t* word
     uint64_t word_address  # the word's address on the GPU
     uint8_t* slots
-    uint16_t[SLOTS] free
+    int slot_count
+    uint16_t[MOST_SLOTS] free
     int free_count
     # slots that the GPU may still read, in the order of the numbers behind their copies
-    uint16_t[SLOTS] busy
-    uint32_t[SLOTS] busy_until
+    uint16_t[MOST_SLOTS] busy
+    uint32_t[MOST_SLOTS] busy_until
     int busy_first
     int busy_count
     uint32_t posted        # the number behind the last copy
+    uint32_t cleared       # the last number whose entries are not counted in `entries` any more
+    int entries            # of the stream: copies and numbers of the groups after `cleared`
+    uint8_t[GROUPS] sizes  # the entries of each of these groups
+    int begun              # copies of the group that is being posted
     int error              # the driver's code if the device is broken: no copy proceeds any more
     int mode
 
@@ -113,17 +125,18 @@ cdef class CopyQueues:
     cdef int device
     cdef bint primary
     cdef uint64_t epoch
-    cdef int open_queue(self, CopyQueue* queue, void* context) except -1
+    cdef int open_queue(self, CopyQueue* queue, void* context, int slot_count) except -1
     cdef void close_queue(self, CopyQueue* queue) noexcept
 
 cdef int queue_take(CopyQueue* self) noexcept nogil
 cdef void queue_give(CopyQueue* self, int slot) noexcept nogil
 cdef void queue_give_behind(CopyQueue* self, int slot) noexcept nogil
 cdef uint8_t* slot_at(const CopyQueue* self, int slot) noexcept nogil
+cdef bint queue_has_room(CopyQueue* self, int copies, int groups) noexcept nogil
+cdef int queue_in_hand(const CopyQueue* self) noexcept nogil
 cdef int queue_begin(CopyQueue* self) noexcept nogil
 cdef int queue_copy(CopyQueue* self, void* to, const void* source, size_t length) noexcept nogil
 cdef uint32_t queue_end(CopyQueue* self) noexcept nogil
-cdef uint32_t queue_seen(const CopyQueue* self) noexcept nogil
 cdef int queue_state(const CopyQueue* self, uint32_t number) noexcept nogil
 cdef void queue_look(CopyQueue* self) noexcept nogil
 cdef void queue_wait(CopyQueue* self, uint32_t number) noexcept nogil

@@ -59,9 +59,10 @@ def load(str path="libcuda.so.1") -> None:
         if function[i] == NULL:
             dlclose(library)
             raise too_old(f"{path} has no {aiote_cuda_names[i].decode()}")
-    if table.version(&version) or version < OLDEST:
-        raise too_old(f"{path} is the driver of CUDA {version // 1000}.{version % 1000 // 10}")
     cuda = table
+    checked(cuda.version(&version), "cuDriverGetVersion")
+    if version < OLDEST:
+        raise too_old(f"{path} is the driver of CUDA {version // 1000}.{version % 1000 // 10}")
     opened = library
     checked(cuda.init(0), "cuInit")
     loaded = True
@@ -148,6 +149,18 @@ cdef void* retain(int device, uint64_t address, bint* primary) except NULL:
     if context == NULL:
         raise StatusError(EIO, "find the context of GPU memory", "its device has no active context")
     return context
+
+
+cdef void release_primary(int device) noexcept nogil:
+    """Release a primary context. A failed call is repeated, because the failure may be transient."""
+    if cuda.primary_release(device):
+        cuda.primary_release(device)
+
+
+cdef void free_pinned(void* pages) noexcept nogil:
+    """Free pinned memory, in the current context. A failed call is repeated, because the failure may be transient."""
+    if pages != NULL and cuda.host_free(pages):
+        cuda.host_free(pages)
 
 
 # Points in the streams of callers who lend GPU memory: a transfer starts after the work that a stream already has.
@@ -266,14 +279,16 @@ cdef class EventPool:
         if not self.opened or self.epoch != fork_epoch():
             return
         self.opened = False
-        # Errors are ignored: if the driver is closed or the context is broken, the events were freed with it.
-        if enter(self.context, &mode) == 0:
+        # Errors are ignored: if the driver is closed or the context is broken, the events were freed with it. A failed
+        # call is repeated, because the failure may be transient.
+        if enter(self.context, &mode) == 0 or enter(self.context, &mode) == 0:
             for event in self.spare:
-                cuda.event_destroy(<void*> <uint64_t> event)
+                if cuda.event_destroy(<void*> <uint64_t> event):
+                    cuda.event_destroy(<void*> <uint64_t> event)
             leave(mode)
         self.spare.clear()
         if self.primary:
-            cuda.primary_release(self.device)
+            release_primary(self.device)
 
 
 # Order a NIC's accesses to GPU memory: flush the NIC's writes, and make the driver's copies synchronous.
@@ -335,7 +350,7 @@ def synchronize_copies(uint64_t address) -> None:
         set_attribute(&on, SYNC_MEMOPS, address)
         leave(mode)
     if primary:
-        cuda.primary_release(device)
+        release_primary(device)
 
 
 cdef int flush_writes(void* context) noexcept nogil:
@@ -385,7 +400,7 @@ def export_range(uint64_t address, size_t length) -> int:
         leave(mode)
     finally:
         if primary:
-            cuda.primary_release(number)
+            release_primary(number)
     if code:
         raise StatusError(EOPNOTSUPP, "cuMemGetHandleForAddressRange", described(code))
     return fd
@@ -463,12 +478,12 @@ def copy_bytes(uint64_t to, uint64_t source, size_t nbytes, uint64_t gpu) -> Non
             code = begin(context, to, source, nbytes, &event)
             if code == 0:
                 code = await_end(context, event)
-        if event != NULL:
+        if event != NULL and cuda.event_destroy(event):
             cuda.event_destroy(event)
         checked(code, "cuMemcpyAsync")
     finally:
         if primary:
-            cuda.primary_release(device)
+            release_primary(device)
 
 
 # Queues of copies between a GPU's memory and pinned memory of the host (driver.pxd).
@@ -487,6 +502,7 @@ cdef enum:
     PORTABLE_MAPPED = 3       # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
     WORD_BYTES = 4096
     HUNG = 702                # CUDA_ERROR_LAUNCH_TIMEOUT
+    MOST_ENTRIES = 240        # a call that posts more than 256 to one stream is said to block
     NAP_NS = 20_000
     LOOK_NS = 1_000_000
     HUNG_NS = 10_000_000_000  # copies posted here take 0.2 ms, so after 10 s the GPU counts as broken
@@ -501,7 +517,7 @@ cdef int queue_take(CopyQueue* self) noexcept nogil:
     while self.busy_count and queue_state(self, self.busy_until[self.busy_first]):
         self.free[self.free_count] = self.busy[self.busy_first]
         self.free_count += 1
-        self.busy_first = (self.busy_first + 1) % SLOTS
+        self.busy_first = (self.busy_first + 1) % self.slot_count
         self.busy_count -= 1
     if self.free_count == 0:
         return -1
@@ -517,19 +533,38 @@ cdef void queue_give(CopyQueue* self, int slot) noexcept nogil:
 
 cdef void queue_give_behind(CopyQueue* self, int slot) noexcept nogil:
     """Give back a slot that a copy of the last group reads; the slot becomes free when that group is over."""
-    cdef int at = (self.busy_first + self.busy_count) % SLOTS
+    cdef int at = (self.busy_first + self.busy_count) % self.slot_count
     self.busy[at] = slot
     self.busy_until[at] = self.posted
     self.busy_count += 1
 
 
+cdef int queue_in_hand(const CopyQueue* self) noexcept nogil:
+    """Return how many slots have been taken and not been given back."""
+    return self.slot_count - self.free_count - self.busy_count
+
+
+cdef bint queue_has_room(CopyQueue* self, int copies, int groups) noexcept nogil:
+    """Return whether that many groups, each of at most so many copies, can be posted without blocking.
+
+    A broken queue has room: posting to it fails at once.
+    """
+    cdef uint32_t seen = aiote_seen(self.word)
+    while self.cleared != seen and self.cleared != self.posted:
+        self.cleared += 1
+        self.entries -= self.sizes[self.cleared % GROUPS]
+    return self.error != 0 or self.entries + (copies + 1) * groups <= MOST_ENTRIES
+
+
 cdef int queue_begin(CopyQueue* self) noexcept nogil:
     """Begin a group of copies; return 0, or -EIO without beginning one."""
+    self.begun = 0
     return -EIO if self.error or enter(self.context, &self.mode) else 0
 
 
 cdef int queue_copy(CopyQueue* self, void* to, const void* source, size_t length) noexcept nogil:
     """Post one copy of the group; return 0 or -EIO. After a failure, the caller still waits for the group's end."""
+    self.begun += 1
     return -EIO if cuda.copy(<uint64_t> to, <uint64_t> source, length, self.stream) else 0
 
 
@@ -543,13 +578,10 @@ cdef uint32_t queue_end(CopyQueue* self) noexcept nogil:
     if code:
         self.error = code
     self.posted = number
+    self.sizes[number % GROUPS] = <uint8_t> (self.begun + 1)
+    self.entries += self.begun + 1
     leave(self.mode)
     return number
-
-
-cdef uint32_t queue_seen(const CopyQueue* self) noexcept nogil:
-    """Return the last number that the GPU has written: all copies up to it are over."""
-    return aiote_seen(self.word)
 
 
 cdef int queue_state(const CopyQueue* self, uint32_t number) noexcept nogil:
@@ -607,9 +639,15 @@ cdef class CopyQueues:
     def __cinit__(self):
         self.queues = NULL
 
-    def __init__(self, int device, uint64_t address):
-        """Open both queues for the device that has memory at `address`. Raises StatusError; both are closed then."""
+    def __init__(self, int device, uint64_t address, uint64_t nbytes):
+        """Open both queues, with `nbytes` of slots each, for the device that has memory at `address`.
+
+        Raises ValueError, and StatusError; both queues are closed then.
+        """
+        cdef uint64_t slot_count = nbytes // SLOT_BYTES
         cdef void* context
+        if not LEAST_SLOTS <= slot_count <= MOST_SLOTS:
+            raise ValueError(f"{nbytes} bytes of slots: expected {LEAST_SLOTS} to {MOST_SLOTS} slots of {SLOT_BYTES}")
         if self.queues != NULL:
             raise RuntimeError("these queues are open already")
         context = retain(device, address, &self.primary)
@@ -618,19 +656,20 @@ cdef class CopyQueues:
         self.queues = <GpuQueues*> calloc(1, sizeof(GpuQueues))
         if self.queues == NULL:
             if self.primary:
-                cuda.primary_release(device)
+                release_primary(device)
             raise MemoryError
         try:
-            self.open_queue(&self.queues.out, context)
-            self.open_queue(&self.queues.back, context)
+            self.open_queue(&self.queues.out, context, <int> slot_count)
+            self.open_queue(&self.queues.back, context, <int> slot_count)
         except BaseException:
             self.close()
             raise
 
-    cdef int open_queue(self, CopyQueue* queue, void* context) except -1:
+    cdef int open_queue(self, CopyQueue* queue, void* context, int slot_count) except -1:
         cdef int mode, slot
         cdef void* pages = NULL
         queue.context = context
+        queue.slot_count = slot_count
         checked(enter(context, &mode), "cuCtxPushCurrent")
         try:
             checked(cuda.stream_create(&queue.stream, NON_BLOCKING), "cuStreamCreate")
@@ -638,11 +677,11 @@ cdef class CopyQueues:
             queue.word = <uint32_t*> pages
             queue.word[0] = 0
             checked(cuda.host_address(&queue.word_address, pages, 0), "cuMemHostGetDevicePointer")
-            checked(cuda.host_alloc(&pages, <size_t> SLOTS * SLOT_BYTES, PORTABLE_MAPPED), "cuMemHostAlloc")
+            checked(cuda.host_alloc(&pages, <size_t> slot_count * SLOT_BYTES, PORTABLE_MAPPED), "cuMemHostAlloc")
             queue.slots = <uint8_t*> pages
         finally:
             leave(mode)
-        for slot in range(SLOTS):
+        for slot in range(slot_count):
             queue_give(queue, slot)
         return 0
 
@@ -655,14 +694,12 @@ cdef class CopyQueues:
                 queue_wait(queue, queue.posted)
         # Errors are ignored: if the driver is closed or the context is broken, everything was freed with it. A failed
         # call is repeated, because the failure may be transient.
-        if enter(queue.context, &mode):
+        if enter(queue.context, &mode) and enter(queue.context, &mode):
             return
         if queue.stream != NULL and cuda.stream_destroy(queue.stream):
             cuda.stream_destroy(queue.stream)
-        if queue.slots != NULL and cuda.host_free(queue.slots):
-            cuda.host_free(queue.slots)
-        if queue.word != NULL:
-            cuda.host_free(queue.word)
+        free_pinned(queue.slots)
+        free_pinned(queue.word)
         leave(mode)
 
     @property
@@ -682,6 +719,6 @@ cdef class CopyQueues:
         self.close_queue(&self.queues.out)
         self.close_queue(&self.queues.back)
         if self.primary:
-            cuda.primary_release(self.device)
+            release_primary(self.device)
         free(self.queues)
         self.queues = NULL

@@ -14,7 +14,7 @@ from posix.unistd cimport close
 import os
 
 from aiote_native.cuda.descriptors cimport BATCH, AioteRequest, aiote_ask, aiote_meet, aiote_named_socket
-from aiote_native.cuda.driver cimport checked, cuda, described, enter, leave, symbol
+from aiote_native.cuda.driver cimport checked, cuda, described, enter, free_pinned, leave, release_primary, symbol
 from aiote_native.system.base cimport check_process, fork_epoch
 from aiote_native.system.base import StatusError
 
@@ -150,12 +150,13 @@ cdef class Owned:
         if not self.retained or self.epoch != fork_epoch():
             return
         self.retained = False
-        # Errors are ignored: if the driver is closed or the context is broken, the memory was freed with it.
-        if enter(self.context, &mode) == 0:
+        # Errors are ignored: if the driver is closed or the context is broken, the memory was freed with it. A failed
+        # call is repeated, because the failure may be transient.
+        if enter(self.context, &mode) == 0 or enter(self.context, &mode) == 0:
             self.free_memory()
             leave(mode)
         self.address = 0
-        cuda.primary_release(self.ordinal)
+        release_primary(self.ordinal)
 
 
 @cython.no_gc
@@ -198,9 +199,8 @@ cdef class PinnedValue(Owned):
         self.release()
 
     cdef void free_memory(self) noexcept:
-        if self.pages != NULL:
-            cuda.host_free(self.pages)
-            self.pages = NULL
+        free_pinned(self.pages)
+        self.pages = NULL
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         if self.address == 0:
@@ -243,7 +243,7 @@ cdef class DeviceMemory(Owned):
         self.nbytes = nbytes
 
     cdef void free_memory(self) noexcept:
-        if self.address != 0:
+        if self.address != 0 and cuda.free(self.address):
             cuda.free(self.address)
 
 
@@ -591,6 +591,12 @@ cdef int list_segments(uint64_t address, size_t length, Export* made) except -1:
     return 0
 
 
+cdef void release_handle(uint64_t handle) noexcept nogil:
+    """Release a handle of a segment. A failed call is repeated, because the failure may be transient."""
+    if segments.release(handle):
+        segments.release(handle)
+
+
 cdef void export_batch(const Export* made, uint64_t first, AioteBatch* batch, int* descriptors) noexcept nogil:
     """Make the descriptors of a batch of segments, from number `first` on; `batch.code` tells of a failure."""
     cdef uint64_t handle = 0
@@ -604,7 +610,7 @@ cdef void export_batch(const Export* made, uint64_t first, AioteBatch* batch, in
         if batch.code:
             break
         batch.code = segments.give(&descriptors[batch.count], handle, POSIX_DESCRIPTOR, 0)
-        segments.release(handle)
+        release_handle(handle)
         if batch.code == 0:
             batch.sizes[batch.count] = made.parts[first + batch.count].size
             batch.count += 1
@@ -624,7 +630,7 @@ cdef int map_one(Import* self, int descriptor, uint64_t size, uint64_t at) noexc
     if code:
         return code
     code = segments.map(self.address + at, size, 0, handle, 0)
-    segments.release(handle)
+    release_handle(handle)
     if code == 0:
         self.sizes[self.mapped] = size
         self.mapped += 1

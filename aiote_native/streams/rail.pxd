@@ -11,6 +11,7 @@ cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil
 cdef class StreamDevice(NativeDevice):
     cdef Registry* registry
     cdef dict gpus
+    cdef uint64_t staging_bytes
     cdef int notify_fd
     cdef Giver* giver
     cdef uint64_t reported_refusals  # refusals that `events` has reported

@@ -518,7 +518,10 @@ cdef str NOT_SHARED = "sharing is switched off, or the rail reaches other hosts"
 
 
 cdef class StreamDevice(NativeDevice):
-    """The memory of one rail. With `shares`, processes of this host open each other's GPU memory."""
+    """The memory of one rail. With `shares`, processes of this host open each other's GPU memory.
+
+    `staging_bytes` of pinned memory are allocated for each GPU and direction.
+    """
 
     def __cinit__(self):
         self.registry = NULL
@@ -526,7 +529,7 @@ cdef class StreamDevice(NativeDevice):
         self.stages = True
         self.notify_fd = -1
 
-    def __init__(self, bint shares=False):
+    def __init__(self, bint shares=False, uint64_t staging_bytes=8 << 20):
         if self.registry != NULL:
             raise RuntimeError("this device is open already")
         self.epoch = fork_epoch()
@@ -535,6 +538,7 @@ cdef class StreamDevice(NativeDevice):
             raise MemoryError
         pthread_mutex_init(&self.registry.lock, NULL)
         self.shares = self.registry.shares = shares
+        self.staging_bytes = staging_bytes
         if shares:
             self.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
             check(-errno if self.notify_fd < 0 else 0, "eventfd")
@@ -555,7 +559,7 @@ cdef class StreamDevice(NativeDevice):
         cdef int number = ordinal_at(address)
         cdef CopyQueues gpu
         if number not in self.gpus:
-            gpu = CopyQueues(number, address)
+            gpu = CopyQueues(number, address, self.staging_bytes)
             self.gpus[number] = gpu
             if number < SHARED_DEVICES:
                 with nogil:

@@ -4,7 +4,8 @@ from libc.errno cimport EACCES, EAGAIN, EIO, EMSGSIZE, ENOMEM, ENOTCONN
 from libc.stdint cimport uint8_t, uint64_t
 
 from aiote_native.cuda.driver cimport (
-    SLOT_BYTES, CopyQueue, queue_begin, queue_copy, queue_end, queue_give, queue_state, queue_take, queue_wait, slot_at)
+    SLOT_BYTES, CopyQueue, queue_begin, queue_copy, queue_end, queue_give, queue_has_room, queue_state, queue_take,
+    queue_wait, slot_at)
 from aiote_native.engine.structs cimport MAX_SGE, OP_READ, OP_RECV, OP_SEND
 from aiote_native.streams.stream cimport (
     FRAMES_BEGUN, FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_EXPORT, FRAME_FORGET, FRAME_FORGOTTEN, FRAME_LEND,
@@ -18,9 +19,6 @@ from aiote_native.streams.stream cimport (
 # frame whose copies fail is never sent. Held frames are copied in the order in which they came, all places and slots of
 # a frame at once, and join the queue in that order. Frames from host memory pass them, except answers, because the peer
 # matches answers to its reads by their order.
-
-cdef enum:
-    STAGED_MOST = 8  # slots of one stream, a quarter of all, so that a peer that stops receiving leaves some for others
 
 
 cdef bint is_held(const Work* work) noexcept nogil:
@@ -71,7 +69,10 @@ cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
     if work.frame.length > <uint64_t> MAX_SGE * SLOT_BYTES:
         work.status = -EMSGSIZE
         return True
-    if self.staged + needed > STAGED_MOST or work.gpu.out.free_count < needed:
+    # A stream takes a quarter of all slots at most, so that a peer that stops receiving leaves some for others.
+    if self.staged + needed > work.gpu.out.slot_count // 4 or work.gpu.out.free_count < needed:
+        return False
+    if not queue_has_room(&work.gpu.out, 2 * MAX_SGE, 1):
         return False
     while work.slot_count < needed:
         work.slots[work.slot_count] = queue_take(&work.gpu.out)

@@ -11,8 +11,8 @@ import os
 from aiote_native.cuda.descriptors cimport (
     BATCH, SOCKET_NAME, AioteBatch, AioteRequest, aiote_answer, aiote_hear, aiote_named_socket, aiote_next, aiote_offer)
 from aiote_native.cuda.driver cimport (
-    SLOT_BYTES, GpuQueues, queue_begin, queue_copy, queue_end, queue_give, queue_give_behind, queue_look, queue_seen,
-    queue_state, queue_take, queue_wait, slot_at)
+    SLOT_BYTES, GpuQueues, queue_begin, queue_copy, queue_end, queue_give, queue_give_behind, queue_has_room,
+    queue_in_hand, queue_look, queue_state, queue_take, queue_wait, slot_at)
 from aiote_native.cuda.memory cimport (
     CLOSED, FAILED, OPEN, TOKEN_BYTES, WAITING, Export, Handle, Import, export_batch, import_close, import_end,
     import_lives, import_open, import_state, withdraw)
@@ -415,21 +415,23 @@ cdef extern from * nogil:
 cdef enum:
     MOST_IMPORTS = 4096
     MOST_REPLIES = 2 * MOST_IMPORTS
-    # Groups of copies in flight on one queue, of at most MAX_SGE copies each. Posting to a full queue of the driver
-    # would block; such a queue is said to hold 256 copies.
-    MOST_GROUPS = 48
+
+
+cdef bint may_copy(GpuQueues* gpu) noexcept nogil:
+    """Return whether one more group can be posted to a device besides those of the slots that are being received."""
+    return queue_has_room(&gpu.back, MAX_SGE, 1 + queue_in_hand(&gpu.back))
 
 
 cdef bint is_full(const Stream* self, const Frame* frame) noexcept nogil:
     """Return whether a frame by reference has to wait until earlier copies are over."""
     cdef const Memory* memory
-    cdef const GpuQueues* gpu
+    cdef GpuQueues* gpu
     if frame.kind == FRAME_LENT:
         gpu = self.unread.head.gpu if self.unread.head != NULL else NULL
     else:
         memory = find_memory(self.registry, frame.key)
         gpu = memory.gpu if memory != NULL else NULL
-    return gpu != NULL and gpu.back.error == 0 and gpu.back.posted - queue_seen(&gpu.back) >= MOST_GROUPS
+    return gpu != NULL and not may_copy(gpu)
 
 
 cdef int open_reference(Stream* self, const Frame* frame) noexcept nogil:
@@ -761,11 +763,11 @@ cdef void stop_giving(Giver* self) noexcept:
 cdef int list_slot(Stream* self, iovec* vectors) noexcept nogil:
     """List the rest of a slot and, after a frame's last bytes, the next header.
 
-    Return the number of vectors; 0 while no slot is free.
+    Return the number of vectors; 0 while no slot is free or too many copies are in flight.
     """
     cdef uint64_t room
     if self.slot < 0:
-        self.slot = queue_take(&self.gpu.back)
+        self.slot = queue_take(&self.gpu.back) if may_copy(self.gpu) else -1
         self.filled = 0
         self.starved = self.slot < 0
         if self.starved:

@@ -8,7 +8,7 @@ from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen
 
 import os
 
-from aiote_native.cuda.driver cimport cuda, retain
+from aiote_native.cuda.driver cimport release_primary, retain
 from aiote_native.engine.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
 from aiote_native.system.base cimport check, check_process, fork_epoch
 from aiote_native.verbs.ibverbs cimport (
@@ -312,7 +312,7 @@ cdef class VerbsDevice(NativeDevice):
         cdef int code, device
         for device in range(FLUSHED_DEVICES):
             if nic.flushes.primary[device]:
-                cuda.primary_release(device)
+                release_primary(device)
         if nic.srq != NULL:
             symbols().destroy_srq(nic.srq)
         if nic.parent != NULL and nic.parent != nic.pd:

@@ -210,6 +210,7 @@ OTHER_VALUES = {
     "message_bytes": ("4096", 4096),
     "heartbeat_interval": ("0.5", 0.5),
     "ring_bytes": ("1048576", 1 << 20),
+    "gpu_staging_bytes": ("4194304", 4 << 20),
     "verbs_mtu": ("1024", 1024),
     "verbs_srq_depth": ("128", 128),
 }

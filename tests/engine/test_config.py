@@ -56,6 +56,11 @@ def test_defaults_are_valid_and_frozen():
         ({"largest_message": -1}, "largest_message=-1: expected an integer from 0"),
         ({"ring_bytes": 1 << 16}, "ring_bytes=65536: expected an integer from 131072 to 4194304"),
         ({"ring_bytes": 3 << 18}, "ring_bytes=786432: expected a power of two"),
+        (
+            {"gpu_staging_bytes": (4 << 20) - 1},
+            "gpu_staging_bytes=4194303: expected an integer from 4194304 to 67108864",
+        ),
+        ({"gpu_staging_bytes": (64 << 20) + 1}, "gpu_staging_bytes=67108865: expected an integer from 4194304"),
         ({"max_counters": 0}, "max_counters=0: expected an integer from 1"),
         ({"max_mapped_bytes": -1}, "max_mapped_bytes=-1: expected an integer from 0"),
         ({"thread_cpu": -2}, "thread_cpu=-2: expected an integer from -1"),

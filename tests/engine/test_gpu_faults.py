@@ -6,7 +6,6 @@ import contextlib
 import functools
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import pytest
 import aiote
 from support import TESTS
 from support.engines.opening import across, each_progress, linked, round_trips, run_script, served_on, until
+from support.gpu.driver_calls import AT_CLOSING, AT_LOADING, IN_TRANSFERS, OF_ERRORS, called, failing_somewhere
 from support.gpu.standin_cuda import (
     GpuArray,
     broken,
@@ -39,23 +39,8 @@ PLACES = 12
 staged = pytest.mark.parametrize("provider", ["local", "socket"])
 gpus = functools.partial(linked, libcuda=standin_path(), gpu_sharing=False, drain_timeout=30.0)
 
-TABLE = Path(__file__).parents[2] / "aiote_native" / "cuda" / "driver.pyx"
-AT_LOADING = {"cuInit", "cuDriverGetVersion"}
-ALWAYS_WORK = {"cuGetErrorName", "cuGetErrorString"}
-OF_VALUES = {"cuMemAlloc_v2", "cuMemFree_v2"}  # test_gpu_values.py
-AT_CLOSING = {"cuStreamDestroy_v2", "cuEventDestroy_v2", "cuMemFreeHost", "cuDevicePrimaryCtxRelease_v2"}
-
-
-def functions() -> list[str]:
-    """Return the names of all functions of the driver that are used."""
-    listed = re.search(r"aiote_cuda_names\[\] = \{(.*?)\};", TABLE.read_text(), re.S)
-    assert listed is not None
-    return re.findall(r'"(cu\w+)"', listed[1])
-
-
 # Made again, or asked again where the answer matters.
 NOTICED_BY_NOBODY = {"cuStreamQuery", "cuCtxPopCurrent_v2", "cuStreamWriteValue32_v2"}
-FAILING = [name for name in functions() if name not in AT_LOADING | ALWAYS_WORK | OF_VALUES | AT_CLOSING]
 
 
 @contextlib.asynccontextmanager
@@ -69,9 +54,52 @@ async def nothing_left() -> AsyncIterator[None]:
     assert (cuda.standin_depth(), cuda.standin_capture_mode()) == (0, 0)
 
 
-def test_every_function_is_listed():
-    assert len(FAILING) >= 15
-    assert {"cuMemcpyAsync", "cuEventQuery", "cuStreamQuery", "cuStreamIsCapturing"} <= set(FAILING)
+def test_every_function_of_the_driver_that_is_called_fails_in_a_test():
+    """Those of sharing, segments, NICs and values fail in the test files of these."""
+    assert sorted(failing_somewhere()) == sorted(called())
+
+
+FAILING_AT_FIRST = """
+    import asyncio, sys
+    sys.path.insert(0, sys.argv[1])
+    import aiote
+    from support.gpu.standin_cuda import GpuArray, driver, standin_path
+    class Unknown:
+        __cuda_array_interface__ = {"version": 3, "shape": (8,), "typestr": "|u1", "data": (1 << 40, False)}
+    memory = GpuArray(64)
+    async def main():
+        async with aiote.open_engine("local", libcuda=standin_path()) as engine:
+            if sys.argv[2] == "old":
+                driver().standin_version(11080)
+            driver().standin_fail(sys.argv[2].encode(), 0, 2)
+            try:
+                engine.register(Unknown() if sys.argv[2].startswith("cuGetError") else memory)
+            except aiote.FabricError as error:
+                print(error)
+            driver().standin_version(12000)
+            print(engine.register(memory).device)
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("name", AT_LOADING)
+def test_a_call_that_fails_at_loading_is_told_and_made_again_for_the_next_memory(name):
+    done = run_script(FAILING_AT_FIRST, str(TESTS), name)
+    told, device = done.stdout.splitlines()
+    assert (f"{name}: CUDA_ERROR_OUT_OF_MEMORY: out of memory" in told, device, done.stderr) == (True, "cuda:0", "")
+
+
+@pytest.mark.parametrize("name", OF_ERRORS)
+def test_an_error_that_the_driver_does_not_describe_is_told_by_its_number(name):
+    done = run_script(FAILING_AT_FIRST, str(TESTS), name)
+    told, device = done.stdout.splitlines()
+    assert ("CUDA error 1" in told, device, done.stderr) == (True, "cuda:0", "")
+
+
+def test_a_driver_that_is_too_old_is_named_and_the_first_that_is_not_is_taken():
+    done = run_script(FAILING_AT_FIRST, str(TESTS), "old")
+    told, device = done.stdout.splitlines()
+    assert ("is the driver of CUDA 11.8; install the driver of CUDA 12.0" in told, device) == (True, "cuda:0")
 
 
 async def moved(left: aiote.Engine, right: aiote.Engine, source: GpuArray, target: GpuArray, stream: int) -> None:
@@ -91,7 +119,7 @@ async def moved(left: aiote.Engine, right: aiote.Engine, source: GpuArray, targe
 
 
 @staged
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", IN_TRANSFERS)
 async def test_each_call_fails_once_and_the_engine_lives(provider, name):
     """What fails says so in a sentence; what ends well has moved every byte; the same works right after."""
     source, target = gpu_copy(filled(SIZE)), GpuArray(SIZE)
@@ -116,17 +144,16 @@ async def test_each_call_fails_once_and_the_engine_lives(provider, name):
 
 
 @staged
-@pytest.mark.parametrize("name", sorted(AT_CLOSING))
-async def test_what_fails_at_the_close_keeps_no_engine_open(provider, name):
+@pytest.mark.parametrize("name", AT_CLOSING)
+async def test_what_fails_at_the_close_is_done_again(provider, name):
     source, target = gpu_copy(filled(SIZE)), GpuArray(SIZE)
-    memories = driver().standin_memories()
     for after in range(3):
-        with failing(name, 1 << 20), new_stream() as stream:
-            async with gpus(provider) as (left, right):
-                await moved(left, right, source, target, stream)
-                driver().standin_fail(name.encode(), after, 2)
-            assert after or not driver().standin_fails()
-    assert name == "cuMemFreeHost" or driver().standin_memories() == memories
+        async with nothing_left():
+            with failing(name, 1 << 20), new_stream() as stream:
+                async with gpus(provider) as (left, right):
+                    await moved(left, right, source, target, stream)
+                    driver().standin_fail(name.encode(), after, 2)
+                assert after or not driver().standin_fails()
 
 
 @staged

@@ -10,13 +10,14 @@ import pytest
 
 import aiote
 from support.engines.opening import FENCE, across, linked, opened, run_script, served_on, until
-from support.gpu.standin_cuda import GpuArray, broken, gpu_copy, held, paced, pending, standin_path
+from support.gpu.standin_cuda import GpuArray, broken, driver, gpu_copy, held, paced, pending, standin_path
 from support.rails.rail_pair import filled
 
 pytestmark = pytest.mark.libfabric
 
 IMM = 0x77
 SLOT = 256 << 10
+WORD = 4096
 WIRES = ["local", "socket"]
 SIZES = (1, 4097, SLOT, SLOT + 1, 3 * SLOT - 5, 5 << 20)
 
@@ -255,6 +256,37 @@ async def test_more_than_all_slots_hold_goes_in_turns(provider):
             for part in parts:
                 await part
             assert np.array_equal(source.seen, target.seen)
+
+
+@pytest.mark.parametrize("nbytes", [4 << 20, (9 << 20) + 5])
+async def test_as_much_memory_is_pinned_as_the_setting_says(nbytes):
+    """Whole slots for each direction, once for each GPU, until the engine is closed."""
+    before = driver().standin_pinned()
+    async with opened("socket", libcuda=standin_path(), gpu_staging_bytes=nbytes) as engine:
+        for device, gpus_used in ((0, 1), (0, 1), (1, 2)):
+            engine.register(GpuArray(64, device))
+            each = nbytes // SLOT * SLOT + WORD
+            assert driver().standin_pinned() == before + 2 * gpus_used * each
+    assert driver().standin_pinned() == before
+
+
+@staged
+@pytest.mark.parametrize("ends", ["gpu-host", "host-gpu"])
+async def test_no_call_waits_for_a_stream_that_is_full(provider, ends):
+    """A driver blocks who gives a stream more than 256 things to do. The largest staging memory has room for more."""
+    page, count = 40_000, 600
+    async with gpus(provider, gpu_staging_bytes=64 << 20, max_transfers=1 << 20) as (left, right):
+        source = filled(page * count)
+        target = np.zeros(page * count, np.uint8) if ends == "gpu-host" else GpuArray(page * count)
+        region = left.register(gpu_copy(source) if ends == "gpu-host" else source)
+        remote, blocked = across(left, right, target), driver().standin_blocked()
+        with paced(100):
+            order = np.random.default_rng(1).permutation(count)
+            pages = [aiote.Pages(one, order, page) for one in (region, remote)]
+            await left.write_pages(*pages, IMM, stream=-1 if ends == "gpu-host" else None)
+            await right.counter(IMM).wait(1)
+        assert np.array_equal(source, getattr(target, "seen", target))
+        assert driver().standin_blocked() == blocked
 
 
 @staged

@@ -11,6 +11,7 @@ import pytest
 
 import aiote
 from support.engines.opening import PATIENCE_S, opened, until
+from support.gpu.driver_calls import EXPORTING, IMPORTING, UNMAPPING
 from support.gpu.hardware_cuda import needs_standin
 from support.gpu.standin_cuda import SEGMENT, GpuArray, SegmentedArray, driver, failing, standin_path
 from support.machine import LONG
@@ -25,14 +26,6 @@ IMM = 0x52
 MODULE = "support.gpu.child"
 SIZE = 2 * SEGMENT + 12_345
 """Of three segments; frames go over the ends of the first two."""
-
-IMPORTING = [
-    "cuMemAddressReserve",
-    "cuMemImportFromShareableHandle",
-    "cuMemMap",
-    "cuMemSetAccess",
-]
-EXPORTING = ["cuMemRetainAllocationHandle", "cuMemExportToShareableHandle"]
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +163,18 @@ async def test_what_fails_in_opening_is_staged_and_leaves_nothing(child, name):
         await until(lambda: counted("open") == 0)
 
 
-@pytest.mark.parametrize("name", ["cuMemUnmap", "cuMemAddressFree"])
+@pytest.mark.parametrize("name", UNMAPPING)
 async def test_what_fails_in_closing_is_done_again(child, name):
+    """Handles are released once their segments are mapped."""
     async with beside(child) as (engine, _):
-        await child.ask("write", descriptor=engine.register(GpuArray(SIZE)).descriptor.hex(), imm=IMM)
-        with failing(name):
+        segments, writing = counted("segments"), name == "cuMemRelease"
+        with failing(name, 0 if writing else 1 << 20):
+            await child.ask("write", descriptor=engine.register(GpuArray(SIZE)).descriptor.hex(), imm=IMM)
+            if not writing:
+                driver().standin_fail(name.encode(), 0, 2)
             await child.ask("allocate", size=64)
             assert not driver().standin_fails()
-        assert counted("open") == 0
+        assert (counted("open"), counted("segments")) == (0, segments)
 
 
 @pytest.mark.parametrize("name", EXPORTING)

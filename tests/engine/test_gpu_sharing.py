@@ -12,6 +12,7 @@ import pytest
 
 import aiote
 from support.engines.opening import LOST_SOON, PATIENCE_S, go_round, opened, until
+from support.gpu.driver_calls import SHARING
 from support.gpu.hardware_cuda import needs_standin
 from support.gpu.standin_cuda import GpuArray, driver, failing, gpu_copy, held, paced, pending, standin_path
 from support.machine import LONG
@@ -300,7 +301,7 @@ async def test_memory_without_a_handle_is_staged_and_its_reach_says_why(child):
         assert await asked(child, "opened") == 0
 
 
-@pytest.mark.parametrize("name", ["cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2", "cuIpcGetMemHandle"])
+@pytest.mark.parametrize("name", SHARING[:3])
 async def test_a_call_of_sharing_that_fails_once_has_all_staged_and_the_next_memory_shared(child, name):
     """In opening, with what this engine pulls; in exporting, with what it registers."""
     async with beside(child) as engine:
@@ -321,7 +322,7 @@ async def test_what_fails_to_close_keeps_no_region_open(child):
     async with beside(child) as engine:
         descriptor = engine.register(GpuArray(SIZE)).descriptor.hex()
         await child.ask("write", descriptor=descriptor, imm=IMM)
-        with failing("cuIpcCloseMemHandle"):
+        with failing(SHARING[3]):
             await child.ask("allocate", size=64)
             assert not driver().standin_fails()
         assert counted("open") == 0

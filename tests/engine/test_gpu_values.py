@@ -15,6 +15,7 @@ import aiote
 from aiote import gpu
 from aiote_native.system.buffers import acquire
 from support.engines.opening import across, each_progress, linked, run_script
+from support.gpu.driver_calls import OF_VALUES
 from support.gpu.hardware_cuda import needs_device, needs_standin
 from support.gpu.lenders import DLManagedTensor, DLManagedTensorVersioned
 from support.gpu.standin_cuda import (
@@ -208,7 +209,7 @@ def test_a_device_that_is_not_there_is_named():
         "cuThreadExchangeStreamCaptureMode",
         "cuMemHostAlloc",
         "cuMemHostGetDevicePointer_v2",
-        "cuMemAlloc_v2",
+        OF_VALUES[0],
     ],
 )
 def test_a_call_that_fails_leaves_nothing(name):
@@ -221,6 +222,16 @@ def test_a_call_that_fails_leaves_nothing(name):
                 assert "CUDA_ERROR_OUT_OF_MEMORY: out of memory" in str(error)
     gc.collect()
     assert driver().standin_memories() == kept
+
+
+@pytest.mark.parametrize("name", [OF_VALUES[1], "cuMemFreeHost", "cuCtxPushCurrent_v2", "cuDevicePrimaryCtxRelease_v2"])
+def test_what_fails_to_be_freed_is_freed_again(name):
+    kept = driver().standin_memories(), driver().standin_contexts()
+    for make in (gpu.WatchedValue, lambda: gpu.allocate(64)):
+        made = make()
+        with failing(name):
+            made.close()
+        assert (driver().standin_memories(), driver().standin_contexts()) == kept
 
 
 def test_a_child_of_a_fork_frees_nothing_of_its_parent():

@@ -29,6 +29,8 @@ from aiote_native.engine.provider import NativeDevice, NicRegistration
 from aiote_native.requests.operations import LocalMemory
 from aiote_native.system.base import StatusError
 from aiote_native.system.buffers import acquire
+from support.engines.opening import opened
+from support.gpu.driver_calls import OF_NICS
 from support.gpu.standin_cuda import driver, failing, gpu_copy, standin_path
 from support.process.open_resources import descriptors
 
@@ -109,7 +111,7 @@ def test_cuda_is_asked_for_whole_pages_in_the_memorys_own_context(standin, at, l
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("call", ["cuMemGetHandleForAddressRange", "cuCtxPushCurrent_v2"])
+@pytest.mark.parametrize("call", [OF_NICS[0], "cuCtxPushCurrent_v2"])
 def test_an_error_of_cudas_is_told_by_its_name(standin, call):
     memory, before = gpu_copy(np.zeros(PAGE, np.uint8)), descriptors()
     with (
@@ -225,6 +227,16 @@ def test_a_device_that_orders_writes_of_nics_flushes_nothing(standin, how):
     memory.close()
 
 
+def test_memory_whose_copies_cannot_be_made_synchronous_is_registered_all_the_same(standin):
+    """As segments are: each transfer waits for its caller's stream."""
+    lent, nic, synchronous = gpu_copy(np.zeros(PAGE, np.uint8)), Noting(), driver().standin_synchronous()
+    with failing(OF_NICS[2]):
+        memory, reach = register_gpu([NicRail("a", nic)], acquire(lent), 3)
+        assert not driver().standin_fails()
+    assert (reach["a"].way, driver().standin_synchronous()) == ("dmabuf", synchronous)
+    memory.close()
+
+
 def test_a_device_that_does_not_is_flushed_before_anything_is_counted(standin):
     lent, nic = gpu_copy(np.zeros(PAGE, np.uint8), 1), Noting()
     with ordering(0, 1):
@@ -234,7 +246,7 @@ def test_a_device_that_does_not_is_flushed_before_anything_is_counted(standin):
     memory.close()
 
 
-@pytest.mark.parametrize("call", ["", "cuDeviceGetAttribute"])
+@pytest.mark.parametrize("call", ["", OF_NICS[1]])
 def test_memory_that_can_be_neither_ordered_nor_flushed_is_left_to_other_rails(standin, monkeypatch, call):
     no_module(monkeypatch)
     lent, nic = gpu_copy(np.zeros(PAGE, np.uint8)), Noting()
@@ -283,10 +295,10 @@ def test_a_registration_is_undone_where_one_nic_of_several_refuses():
     assert [nic.closed for nic in nics] == [1, 0]
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "shm", "sim"])
 @pytest.mark.libfabric
 async def test_a_rail_that_reaches_host_memory_alone_says_so(provider):
-    async with aiote.open_engine(provider) as engine:
+    async with opened(provider) as engine:
         with pytest.raises(
             UsageError, match=rf"'cuda' cannot be registered with {provider}\S*, which reach host memory"
         ):

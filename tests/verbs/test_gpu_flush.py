@@ -14,7 +14,8 @@ import pytest
 import aiote
 from aiote_native.cuda.driver import load, needs_flush
 from support.engines.opening import across, until
-from support.gpu.standin_cuda import GpuArray, broken, driver, standin_path
+from support.gpu.driver_calls import FLUSHING
+from support.gpu.standin_cuda import GpuArray, broken, driver, failing, standin_path
 from support.network.guest_switch import over_switch
 
 pytestmark = pytest.mark.needs_rdma
@@ -73,6 +74,19 @@ async def test_what_could_not_be_flushed_is_not_counted_and_ends_the_connection(
                 except aiote.AioteError:
                     continue
             assert right.counter(IMM).value == 0
+
+
+async def test_a_flush_that_fails_once_is_made_again():
+    async with over_switch(1) as (left, right, events):
+        source, target = left.register(bytes(range(256)) * 16), across(left, right, bytearray(4096))
+        with flushed(right):
+            for number in range(20):
+                with failing(FLUSHING[0]):
+                    await left.write_imm(source, target, IMM)
+                    await right.counter(IMM).wait(1)
+                    assert not driver().standin_fails()
+                assert right.counter(IMM).value == 0, number
+        assert not events
 
 
 async def test_a_read_that_could_not_be_flushed_fails():

@@ -57,9 +57,9 @@ def shared(source: Path, folder: Path, *more: str | Path) -> Path:
     return target
 
 
-def shared_by_all(source: Path) -> Path:
+def shared_by_all(source: Path, *more: str) -> Path:
     """Return the same of a file in this repository, compiled once."""
-    return kept(f"{source.stem}.so", _shared(source), sorted(source.parent.glob("*.h")))
+    return kept(f"{source.stem}.so", _shared(source, *more), sorted(source.parent.glob("*.h")))
 
 
 def preloaded(library: str | Path) -> str:

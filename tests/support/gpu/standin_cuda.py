@@ -25,7 +25,7 @@ ILLEGAL_ADDRESS = 700
 @functools.cache
 def standin_path() -> str:
     """Compile the stand-in, unless that was done, and return its path."""
-    return LIBRARY if ON_GPU else str(shared_by_all(SOURCE))
+    return LIBRARY if ON_GPU else str(shared_by_all(SOURCE, f"-Wl,-soname,{LIBRARY}"))
 
 
 @functools.cache
@@ -36,8 +36,8 @@ def driver() -> Any:
         checked(loaded.cuInit(0))
         return loaded
     loaded = ctypes.CDLL(standin_path())
-    counts = ("calls", "copies", "pending", "synchronizations", "events", "memories", "contexts")
-    for name in (*counts, "violations", "opened", "open", "flushes", "synchronous"):
+    counts = ("calls", "copies", "pending", "synchronizations", "events", "memories", "contexts", "blocked")
+    for name in (*counts, "violations", "opened", "open", "flushes", "synchronous", "segments", "pinned"):
         getattr(loaded, f"standin_{name}").restype = ctypes.c_uint64
     loaded.standin_alias.restype = ctypes.c_void_p
     checked(loaded.cuInit(0))

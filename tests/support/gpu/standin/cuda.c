@@ -6,7 +6,7 @@
    waits for all blocking streams, and they for it. To pageable memory a copy returns when it is done, from it when the
    source has been read. A broken device fails every call and completes nothing any more. After a fork every call
    returns 3. While a stream is captured, what is given to it is left out, and a call that asks what is done breaks the
-   capture, unless its thread relaxes that. `standin_...` functions are the tests' own. */
+   capture, unless its thread relaxes that. A call that gives a full stream more to do blocks until something is done. `standin_...` functions are the tests' own. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -23,7 +23,7 @@ enum {
     OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, BAD_DEVICE = 101, BAD_CONTEXT = 201, BAD_HANDLE = 400,
     NOT_READY = 600, ILLEGAL_ADDRESS = 700, UNSUPPORTED_IN_CAPTURE = 900, INVALIDATED = 901, CAPTURED_IMPLICITLY = 906
 };
-enum { DEVICES = 2, PIECES = 8, GRAIN = 2 << 20, PAGE = 4096, DEPTH = 16 };
+enum { DEVICES = 2, PIECES = 8, GRAIN = 2 << 20, PAGE = 4096, DEPTH = 16, ROOM = 256 };
 enum { COPY, RECORD, WAIT_EVENT, WAIT_STREAM, WRITE, KERNEL };
 enum { SHORT = 1, EARLY = 2 };
 
@@ -72,8 +72,8 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static Memory* memories;
 static Stream* streams;
 static Stream* legacy[DEVICES];
-static int process, retained[DEVICES], sticky[DEVICES], held, delay_us = 20, stream_count, version = 12080;
-static uint64_t seed = 1, calls, copies, synchronizations, events;
+static int process, retained[DEVICES], sticky[DEVICES], held, delay_us = 20, stream_count, version = 13000;
+static uint64_t seed = 1, calls, copies, synchronizations, events, blocked;
 static char failing[64];
 static int failing_after, failing_code;
 static int damage; /* what is wrong with copies, so that a test sees whether that is found */
@@ -400,8 +400,10 @@ static void await_stream(Stream* stream, Stream* other) {
     if (other->done < other->queued) append(stream, wait);
 }
 
-/* The lock is held. */
+/* The lock is held, but not while the stream is full. */
 static void push(Stream* stream, Item item) {
+    blocked += stream->queued - stream->done >= ROOM;
+    while (stream->queued - stream->done >= ROOM && !sticky[stream->device]) pthread_cond_wait(&changed, &mutex);
     if (stream->legacy) {
         for (Stream* other = streams; other; other = other->next)
             if (other != stream && other->device == stream->device && other->blocking) await_stream(stream, other);
@@ -566,13 +568,14 @@ int cuEventQuery(void* handle) {
 
 /* -- NICs */
 
+static int attribute_of(int attribute);
 static int ordering = 100, flush_options;
 static uint64_t flushes, synchronous;
 
 int cuDeviceGetAttribute(int* out, int attribute, int device) {
     CALL
-    if (device < 0 || device >= DEVICES || (attribute != 117 && attribute != 118)) return INVALID;
-    *out = attribute == 118 ? ordering : flush_options;
+    if (device < 0 || device >= DEVICES) return INVALID;
+    *out = attribute == 118 ? ordering : attribute == 117 ? flush_options : attribute_of(attribute);
     return OK;
 }
 
@@ -616,13 +619,18 @@ static uint64_t handle_types(const Memory* memory) {
 int cuInit(unsigned flags) {
     (void)flags;
     if (process && process != getpid()) return NOT_INITIALIZED;
+    int kept = process;
     process = getpid();
-    return OK;
+    int code = begins(__func__, 0);
+    if (code) process = kept;
+    return code;
 }
 
+/* Before cuInit, too. */
 int cuDriverGetVersion(int* out) {
+    int code = process ? begins(__func__, 0) : OK;
     *out = version;
-    return OK;
+    return code;
 }
 
 int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
@@ -680,18 +688,26 @@ static const struct { int code; const char *name, *text; } errors[] = {
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
 };
 
-static int describe(int code, const char** out, int text) {
+static int describe(const char* function, int code, const char** out, int text) {
+    *out = NULL;
+    if (!strcmp(failing, function) && failing_after-- <= 0) {
+        failing[0] = 0;
+        return failing_code;
+    }
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
         if (errors[i].code == code) {
             *out = text ? errors[i].text : errors[i].name;
             return OK;
         }
-    *out = NULL;
     return INVALID;
 }
 
-int cuGetErrorName(int code, const char** out) { return describe(code, out, 0); }
-int cuGetErrorString(int code, const char** out) { return describe(code, out, 1); }
+int cuGetErrorName(int code, const char** out) { return describe(__func__, code, out, 0); }
+int cuGetErrorString(int code, const char** out) { return describe(__func__, code, out, 1); }
+
+/* -- array libraries */
+
+#include "cuda_libraries.h"
 
 /* -- the tests' own */
 
@@ -738,6 +754,9 @@ uint64_t standin_copies(void) { return copies; }
 uint64_t standin_synchronizations(void) { return synchronizations; }
 uint64_t standin_events(void) { return events; }
 
+/* How many calls had to wait because their stream was full. */
+uint64_t standin_blocked(void) { return blocked; }
+
 /* How many allocations there are, of devices and pinned. */
 uint64_t standin_memories(void) {
     uint64_t count = 0;
@@ -745,6 +764,15 @@ uint64_t standin_memories(void) {
     for (Memory* memory = memories; memory; memory = memory->next) count++;
     pthread_mutex_unlock(&mutex);
     return count;
+}
+
+/* How many bytes of the host's memory are pinned. */
+uint64_t standin_pinned(void) {
+    uint64_t bytes = 0;
+    pthread_mutex_lock(&mutex);
+    for (Memory* memory = memories; memory; memory = memory->next) bytes += memory->host ? memory->size : 0;
+    pthread_mutex_unlock(&mutex);
+    return bytes;
 }
 
 /* How often contexts are retained. */

@@ -20,6 +20,7 @@ typedef struct Segment {
 
 static const char SEGMENT[8] = "segment";
 static Reservation* reservations;
+static uint64_t segment_count;
 
 static Reservation* reservation_of(address_t address, size_t size) {
     Reservation* found = reservations;
@@ -29,6 +30,7 @@ static Reservation* reservation_of(address_t address, size_t size) {
 
 static Segment* new_segment(int fd, size_t size) {
     Segment* segment = calloc(1, sizeof *segment);
+    __atomic_add_fetch(&segment_count, 1, __ATOMIC_RELAXED);
     segment->fd = fd;
     segment->size = size;
     segment->uses = 1;
@@ -41,7 +43,11 @@ static void leave_segment(Segment* segment) {
     munmap(segment->trailer, PAGE);
     close(segment->fd);
     free(segment);
+    __atomic_sub_fetch(&segment_count, 1, __ATOMIC_RELAXED);
 }
+
+/* How many segments have a handle or a mapping in this process. */
+uint64_t standin_segments(void) { return segment_count; }
 
 typedef struct { int type, types, location, device; } Properties;
 
