@@ -114,6 +114,7 @@ class RailSet:
     `silence` seconds. `cuda` is the path of the driver of CUDA devices.
     """
 
+    _lock_reaper: LockReaper | None = None
     _reach: weakref.WeakKeyDictionary[LocalMemory, dict[str, Reach]]
     _scratch: LocalMemory | None = None
 
@@ -139,7 +140,6 @@ class RailSet:
         self.largest, self._cuda = largest, cuda
         self.rails: list[Rail] = []
         self.core: Core | None = None
-        self._lock_reaper: LockReaper | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         self._reach = weakref.WeakKeyDictionary()
         self._event_pools: dict[int, EventPool] = {}
